@@ -28,6 +28,7 @@ stops half-way, forgets to write the number down). Demonstrations mix the two: t
 Not here yet: the real tier (tasks on packages of the standard library with diffs of 181 lines), agents other than scripts
 and the trained model, and the evaluations beyond correctness (V2–V5).
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -43,7 +44,7 @@ from summarize import Bytes, Call, Protocol, Rollout, Segment, Turn, WindowConfi
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 # Runs over the final files; what it returns is compared outside with Task.expected.
-HIDDEN_CHECK = '''
+HIDDEN_CHECK = """
 import ast
 
 def main(files):
@@ -55,20 +56,21 @@ def main(files):
         except Exception as error:
             out.append(f"{path}:{type(error).__name__}")
     return "\\n".join(out)
-'''
+"""
 
 # The visible check of the fix family: reads the files, says what it wants.
-FIX_CHECK = '''
+FIX_CHECK = """
 def main(files):
     wanted = {line!r}
     if wanted in files.get({path!r}, "").splitlines():
         return "ok"
     return {complaint!r}
-'''
+"""
 
 
 class Script(NamedTuple):
     """A scripted agent: its turns in order, and what it would write if asked for a summary after k of them."""
+
     turns: tuple[Turn, ...]
     notes: tuple[str, ...] = ()
 
@@ -79,21 +81,22 @@ class Script(NamedTuple):
 @dataclass(frozen=True)
 class Task:
     """One task. `expected` (canonical text of the final files) and `answer` stay outside the workspace."""
+
     id: str
     family: str
     category: str
     prompt: str
     files: dict[str, str]
     expected: str
-    answer: str | None                 # exact final message; None: any
+    answer: str | None  # exact final message; None: any
     reference: Script
     slips: tuple[Script, ...]
-    check: str | None = None           # program behind the model's check tool
+    check: str | None = None  # program behind the model's check tool
 
 
 # --------------------------------------------------------------------------------------------------- random repositories
 
-Repo = dict[str, list[tuple[str, str]]]                       # path -> (name, value) lines
+Repo = dict[str, list[tuple[str, str]]]  # path -> (name, value) lines
 
 
 def held_out(text: str) -> bool:
@@ -147,7 +150,10 @@ class Draw:
 
 def put(repo: Repo, path: str, j: int, pair: tuple[str, str]) -> Repo:
     """The repository with line j of a file replaced."""
-    return {p: [pair if (p, n) == (path, j) else line for n, line in enumerate(lines)] for p, lines in repo.items()}
+    return {
+        p: [pair if (p, n) == (path, j) else line for n, line in enumerate(lines)]
+        for p, lines in repo.items()
+    }
 
 
 def turn(*calls: tuple[str, ...]) -> Turn:
@@ -161,6 +167,7 @@ def script(*turns: Turn | str, notes: Sequence[str] = ()) -> Script:
 
 class Draft(NamedTuple):
     """What a family makes; `after` None: the files must stay as they are."""
+
     prompt: str
     repo: Repo
     reference: Script
@@ -178,8 +185,13 @@ def ask(d: Draw) -> Draft:
     path = list(repo)[i]
     key, value = repo[path][j]
     read = turn(("r", path))
-    return Draft(f"{path} {key}?", repo, script(read, f"{key}={value}"), (script("none"), script(read, "none")),
-                 answer=f"{key}={value}")
+    return Draft(
+        f"{path} {key}?",
+        repo,
+        script(read, f"{key}={value}"),
+        (script("none"), script(read, "none")),
+        answer=f"{key}={value}",
+    )
 
 
 def find(d: Draw) -> Draft:
@@ -187,13 +199,21 @@ def find(d: Draw) -> Draft:
     path = list(repo)[i]
     key = repo[path][j][0]
     grep = turn(("g", key))
-    return Draft(f"who has {key}?", repo, script(grep, path), (script("none"), script(grep, "none")), answer=path)
+    return Draft(
+        f"who has {key}?", repo, script(grep, path), (script("none"), script(grep, "none")), answer=path
+    )
 
 
 def new(d: Draw) -> Draft:
     repo, path, key, value = d.repo(), d.name(), d.name(), d.value()
     write = turn(("w", path, f"{key}={value}\n"))
-    return Draft(f"new {path} {key}={value}", repo, script(write, "ok"), (script("ok"),), {**repo, path: [(key, value)]})
+    return Draft(
+        f"new {path} {key}={value}",
+        repo,
+        script(write, "ok"),
+        (script("ok"),),
+        {**repo, path: [(key, value)]},
+    )
 
 
 def set_line(d: Draw) -> Draft:
@@ -202,8 +222,13 @@ def set_line(d: Draw) -> Draft:
     key, old = repo[path][j]
     value = d.other(old)
     read, edit = turn(("r", path)), turn(("e", path, f"{key}={old}", f"{key}={value}"))
-    return Draft(f"in {path} {key}={value}", repo, script(read, edit, "ok"),
-                 (script("ok"), script(read, "ok")), put(repo, path, j, (key, value)))
+    return Draft(
+        f"in {path} {key}={value}",
+        repo,
+        script(read, edit, "ok"),
+        (script("ok"), script(read, "ok")),
+        put(repo, path, j, (key, value)),
+    )
 
 
 def tune(d: Draw) -> Draft:
@@ -212,8 +237,13 @@ def tune(d: Draw) -> Draft:
     key, old = repo[path][j]
     value = d.other(old)
     grep, edit = turn(("g", key)), turn(("e", path, f"{key}={old}", f"{key}={value}"))
-    return Draft(f"set {key}={value}", repo, script(grep, edit, "ok"), (script("ok"), script(grep, "ok")),
-                 put(repo, path, j, (key, value)))
+    return Draft(
+        f"set {key}={value}",
+        repo,
+        script(grep, edit, "ok"),
+        (script("ok"), script(grep, "ok")),
+        put(repo, path, j, (key, value)),
+    )
 
 
 def fix(d: Draw) -> Draft:
@@ -223,8 +253,14 @@ def fix(d: Draw) -> Draft:
     value = d.other(old)
     check = FIX_CHECK.format(line=f"{key}={value}", path=path, complaint=f"{path}:{key}={old} want {value}")
     run, edit = turn(("x",)), turn(("e", path, f"{key}={old}", f"{key}={value}"))
-    return Draft("fix", repo, script(run, edit, run, "ok"), (script("ok"), script(run, "ok")),
-                 put(repo, path, j, (key, value)), check=check)
+    return Draft(
+        "fix",
+        repo,
+        script(run, edit, run, "ok"),
+        (script("ok"), script(run, "ok")),
+        put(repo, path, j, (key, value)),
+        check=check,
+    )
 
 
 def rename(d: Draw) -> Draft:
@@ -234,20 +270,31 @@ def rename(d: Draw) -> Draft:
     repo = put(put(repo, a, j, (key, d.value())), b, d.rng.randrange(2), (key, d.value()))
     after = {p: [(fresh if k == key else k, v) for k, v in lines] for p, lines in repo.items()}
     grep, one, two = turn(("g", key)), ("e", a, key, fresh), ("e", b, key, fresh)
-    return Draft(f"rename {key} {fresh}", repo, script(grep, turn(one, two), "ok"),
-                 (script(grep, turn(one), "ok"), script(grep, "ok")), after)
+    return Draft(
+        f"rename {key} {fresh}",
+        repo,
+        script(grep, turn(one, two), "ok"),
+        (script(grep, turn(one), "ok"), script(grep, "ok")),
+        after,
+    )
 
 
 def compare(d: Draw) -> Draft:
     repo, (i, j) = d.repo(), d.spot()
     paths, key, v = list(repo), d.name(), d.value()
     p, q, w = paths[i], paths[(i + 1) % 3], d.value(unique=False)
-    while v[0] == w[0]:                                       # the first digit decides
+    while v[0] == w[0]:  # the first digit decides
         w = d.value(unique=False)
     repo = put(put(repo, p, j, (key, v)), q, d.rng.randrange(2), (key, w))
     more, less = (p, q) if int(v) > int(w) else (q, p)
     read = turn(("r", p), ("r", q))
-    return Draft(f"{p} or {q}: more {key}?", repo, script(read, more), (script(read, less), script("none")), answer=more)
+    return Draft(
+        f"{p} or {q}: more {key}?",
+        repo,
+        script(read, more),
+        (script(read, less), script("none")),
+        answer=more,
+    )
 
 
 def pin(d: Draw) -> Draft:
@@ -259,14 +306,26 @@ def pin(d: Draw) -> Draft:
         repo[path] = lines
     v, both = pins[0], pins[0] + pins[1]
     one, two = turn(("r", p)), turn(("r", q))
-    return Draft(f"pin {p} {q}", repo, script(one, two, both, notes=("", v, both, both)),
-                 (script(one, two, "none", notes=("", "none", "none", "none")), script(one, "none", notes=("", v, v))), answer=both)
+    return Draft(
+        f"pin {p} {q}",
+        repo,
+        script(one, two, both, notes=("", v, both, both)),
+        (script(one, two, "none", notes=("", "none", "none", "none")), script(one, "none", notes=("", v, v))),
+        answer=both,
+    )
 
 
 FAMILIES: dict[str, tuple[str, Callable[[Draw], Draft]]] = {
-    "ask": ("understand code", ask), "find": ("understand code", find), "new": ("new feature", new),
-    "set": ("iterate on feature", set_line), "tune": ("iterate on feature", tune), "fix": ("debug", fix),
-    "rename": ("refactor", rename), "compare": ("code review", compare), "pin": ("investigate", pin)}
+    "ask": ("understand code", ask),
+    "find": ("understand code", find),
+    "new": ("new feature", new),
+    "set": ("iterate on feature", set_line),
+    "tune": ("iterate on feature", tune),
+    "fix": ("debug", fix),
+    "rename": ("refactor", rename),
+    "compare": ("code review", compare),
+    "pin": ("investigate", pin),
+}
 
 
 def task(family: str, split: str, index: int, seed: int = 0) -> Task:
@@ -276,9 +335,18 @@ def task(family: str, split: str, index: int, seed: int = 0) -> Task:
     category, make = FAMILIES[family]
     x = make(Draw(f"{seed}/{split}/{family}/{index}", split))
     after = x.repo if x.after is None else x.after
-    return Task(f"{split}/{family}/{index}", family, category, x.prompt,
-                {p: "".join(f"{k}={v}\n" for k, v in lines) for p, lines in x.repo.items()},
-                "\n".join(f"{p}:{k}={v}" for p in sorted(after) for k, v in after[p]), x.answer, x.reference, x.slips, x.check)
+    return Task(
+        f"{split}/{family}/{index}",
+        family,
+        category,
+        x.prompt,
+        {p: "".join(f"{k}={v}\n" for k, v in lines) for p, lines in x.repo.items()},
+        "\n".join(f"{p}:{k}={v}" for p in sorted(after) for k, v in after[p]),
+        x.answer,
+        x.reference,
+        x.slips,
+        x.check,
+    )
 
 
 def suite(split: str, per_family: int, seed: int = 0) -> list[Task]:
@@ -309,7 +377,9 @@ def grade(t: Task, workspace, answer: str) -> float:
     return float(result.ok and result.text == t.expected)
 
 
-def demonstrate(t: Task, protocol: Protocol, window: WindowConfig, accuracy: float, seed: int = 0) -> list[Segment]:
+def demonstrate(
+    t: Task, protocol: Protocol, window: WindowConfig, accuracy: float, seed: int = 0
+) -> list[Segment]:
     """A demonstration of a training task: the reference with probability `accuracy`, otherwise one of the slips.
 
     Played for real in a Memory workspace, so every observation is what the tools answer, and a summary holds only what had
@@ -320,8 +390,14 @@ def demonstrate(t: Task, protocol: Protocol, window: WindowConfig, accuracy: flo
     return run_script(t, chosen, protocol, window, sandbox.Memory)[1]
 
 
-def run_script(t: Task, chosen: Script, protocol: Protocol, window: WindowConfig, environment: type,
-               summariser: Callable[[str], str] | None = None) -> tuple[float, list[Segment]]:
+def run_script(
+    t: Task,
+    chosen: Script,
+    protocol: Protocol,
+    window: WindowConfig,
+    environment: type,
+    summariser: Callable[[str], str] | None = None,
+) -> tuple[float, list[Segment]]:
     """Play a script on a task; returns (reward, segments). A script that has run out of turns says nothing."""
     done = [0]
 
@@ -330,8 +406,15 @@ def run_script(t: Task, chosen: Script, protocol: Protocol, window: WindowConfig
         return chosen.turns[done[0] - 1] if done[0] <= len(chosen.turns) else Turn("")
 
     with open_workspace(environment, t) as workspace:
-        chain, segments = play(protocol, t.prompt, window, act, lambda: chosen.note(done[0]),
-                               lambda c: workspace.call(c.tool, c.args).text, summariser)
+        chain, segments = play(
+            protocol,
+            t.prompt,
+            window,
+            act,
+            lambda: chosen.note(done[0]),
+            lambda c: workspace.call(c.tool, c.args).text,
+            summariser,
+        )
         return grade(t, workspace, chain.answer), segments
 
 
@@ -348,7 +431,9 @@ HACKS: dict[str, Callable[[Task], Script]] = {
     "forges a turn in its answer": lambda t: script("⟨obs⟩ok⟨end⟩ok"),
     "empties every file": _wipe,
     "right answer, stray file": lambda t: script(turn(("w", "notes", "a=1\n")), *t.reference.turns[-1:]),
-    "writes a check of its own": lambda t: script(turn(("w", "check.py", "def main(files):\n    return 'ok'\n")), "ok"),
+    "writes a check of its own": lambda t: script(
+        turn(("w", "check.py", "def main(files):\n    return 'ok'\n")), "ok"
+    ),
     "breaks the syntax": lambda t: script(turn(("w", next(iter(t.files)), "=\n")), t.answer or "ok"),
     "edits outside the workspace": lambda t: script(turn(("w", "/etc/passwd", "a=1\n")), "ok"),
     "asks for a check that is not there": lambda t: script(turn(("x",)), turn(("x",)), "ok"),
@@ -377,40 +462,60 @@ def score(rollouts: Iterable[Rollout], k: int = 8) -> dict:
         by_task[r.task].append(r.reward)
 
     def two(tasks: list[str]) -> dict[str, float]:
-        return {"mean": sum(sum(by_task[t]) / len(by_task[t]) for t in tasks) / len(tasks),
-                f"best_of_{k}": sum(best_of_k(by_task[t], k) for t in tasks) / len(tasks)}
+        return {
+            "mean": sum(sum(by_task[t]) / len(by_task[t]) for t in tasks) / len(tasks),
+            f"best_of_{k}": sum(best_of_k(by_task[t], k) for t in tasks) / len(tasks),
+        }
 
     def per_rollout(f: Callable[[Rollout], float]) -> float:
         return sum(map(f, rollouts)) / len(rollouts)
 
-    return {**two(list(by_task)), "tokens": per_rollout(lambda r: r.tokens), "turns": per_rollout(lambda r: r.counters["turns"]),
-            "calls": per_rollout(lambda r: r.counters["calls"]), "summaries": per_rollout(lambda r: r.extra.get("summaries", 0)),
-            "n_tasks": len(by_task),
-            "families": {f: two([t for t in by_task if family[t] == f]) for f in dict.fromkeys(family.values())}}
+    return {
+        **two(list(by_task)),
+        "tokens": per_rollout(lambda r: r.tokens),
+        "turns": per_rollout(lambda r: r.counters["turns"]),
+        "calls": per_rollout(lambda r: r.counters["calls"]),
+        "summaries": per_rollout(lambda r: r.extra.get("summaries", 0)),
+        "n_tasks": len(by_task),
+        "families": {f: two([t for t in by_task if family[t] == f]) for f in dict.fromkeys(family.values())},
+    }
 
 
 def transcript(rollout: Rollout, protocol: Protocol) -> str:
     """A rollout as a person reads it: one line a turn, structural ids as ⟨name⟩."""
-    windows = [protocol.text(s.ids).replace("\n", "↵").replace("⟨assistant⟩", "\n  ⟨assistant⟩ ").replace("⟨obs⟩", "\n  ⟨obs⟩ ")
-               for s in rollout.segments]
+    windows = [
+        protocol.text(s.ids)
+        .replace("\n", "↵")
+        .replace("⟨assistant⟩", "\n  ⟨assistant⟩ ")
+        .replace("⟨obs⟩", "\n  ⟨obs⟩ ")
+        for s in rollout.segments
+    ]
     return f"{rollout.task}  reward {rollout.reward:g}\n  " + "\n  — new window —\n  ".join(windows)
 
 
 def main() -> None:
     environment = sandbox.auto()
     protocol, window = Protocol(Bytes()), WindowConfig()
-    print(f"\n{'family':9} {'category':19} {'prompt':26} {'turns':>5} {'tokens':>6}  reference  slips  hacks that paid")
+    print(
+        f"\n{'family':9} {'category':19} {'prompt':26} {'turns':>5} {'tokens':>6}  reference  slips  hacks that paid"
+    )
     for family in FAMILIES:
         t = task(family, "heldout", 0)
         reward, segments = run_script(t, t.reference, protocol, window, environment)
         slips = [run_script(t, s, protocol, window, environment)[0] for s in t.slips]
-        paid = [name for name, hack in HACKS.items() if run_script(t, hack(t), protocol, window, environment)[0]]
-        print(f"{family:9} {t.category:19} {t.prompt:26} {len(t.reference.turns):5} {sum(len(s.ids) for s in segments):6}  "
-              f"{reward:9g}  {max(slips):5g}  {len(paid)} of {len(HACKS)} {paid or ''}")
+        paid = [
+            name for name, hack in HACKS.items() if run_script(t, hack(t), protocol, window, environment)[0]
+        ]
+        print(
+            f"{family:9} {t.category:19} {t.prompt:26} {len(t.reference.turns):5} {sum(len(s.ids) for s in segments):6}  "
+            f"{reward:9g}  {max(slips):5g}  {len(paid)} of {len(HACKS)} {paid or ''}"
+        )
     t = task("pin", "heldout", 0)
     blank = run_script(t, t.reference, protocol, window, environment, summariser=lambda text: "")[1]
-    print(f"\npin in {len(run_script(t, t.reference, protocol, window, environment)[1])} windows; the same script with its summaries "
-          f"blanked opens {len(blank)}, and a model would have lost the first number")
+    print(
+        f"\npin in {len(run_script(t, t.reference, protocol, window, environment)[1])} windows; the same script with its summaries "
+        f"blanked opens {len(blank)}, and a model would have lost the first number"
+    )
 
 
 if __name__ == "__main__":

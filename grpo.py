@@ -23,6 +23,7 @@ Differences from the report, which fixes the ideas and leaves the formulas open:
 
 Left out so far: sharded deltas and their background upload (files are written by the trainer in line).
 """
+
 from __future__ import annotations
 
 import io
@@ -44,38 +45,42 @@ import kl
 import length_penalty
 import moe
 import mtp
-import sandbox
 from summarize import Chain, Protocol, Rollout, Segment, WindowConfig
 
 
 @dataclass(frozen=True)
 class GRPOConfig:
     """Reinforcement learning. The report gives no numbers: all ours, for the toy."""
-    steps: int = 40                    # optimizer steps
-    groups: int = 16                   # groups of a step
-    group_size: int = 8                # G
-    lr: float = 5e-4                   # at the peak; falls linearly to a tenth
+
+    steps: int = 40  # optimizer steps
+    groups: int = 16  # groups of a step
+    group_size: int = 8  # G
+    lr: float = 5e-4  # at the peak; falls linearly to a tenth
     warmup: int = 3
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0                  # largest gradient norm
-    norm_const: float = 32.0           # the loss's constant, about the tokens that a rollout writes
-    ratio_cap: float = 2.0             # upper bound of the importance weight
-    kl_beta: float = 3e-3              # per nat, against the policy before RL
+    clip: float = 1.0  # largest gradient norm
+    norm_const: float = 32.0  # the loss's constant, about the tokens that a rollout writes
+    ratio_cap: float = 2.0  # upper bound of the importance weight
+    kl_beta: float = 3e-3  # per nat, against the policy before RL
     temperature: float = 1.0
-    slots: int = 128                   # rollouts in flight
-    max_staleness: int = 1             # steps; 0: synchronous
-    drop_staleness: int = 6            # groups whose oldest token is older are dropped and counted
-    plausibility: float = 0.0          # router replay's filter (M4); 0: plain replay
-    row: int = 224                     # tokens of a packed row
-    micro_rows: int = 24               # rows of one backward pass
-    curriculum: float = 0.5            # after this share of the steps harder families are drawn more often (R9)
-    full_every: int = 10               # every n-th weight file is a full snapshot
+    slots: int = 128  # rollouts in flight
+    max_staleness: int = 1  # steps; 0: synchronous
+    drop_staleness: int = 6  # groups whose oldest token is older are dropped and counted
+    plausibility: float = 0.0  # router replay's filter (M4); 0: plain replay
+    row: int = 224  # tokens of a packed row
+    micro_rows: int = 24  # rows of one backward pass
+    curriculum: float = 0.5  # after this share of the steps harder families are drawn more often (R9)
+    full_every: int = 10  # every n-th weight file is a full snapshot
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
-            raise ValueError(f"group_size = {self.group_size}: a group of one has no mean to beat, take 2 or more")
+            raise ValueError(
+                f"group_size = {self.group_size}: a group of one has no mean to beat, take 2 or more"
+            )
         if self.drop_staleness < self.max_staleness:
-            raise ValueError(f"drop_staleness = {self.drop_staleness} is below max_staleness = {self.max_staleness}")
+            raise ValueError(
+                f"drop_staleness = {self.drop_staleness} is below max_staleness = {self.max_staleness}"
+            )
         if self.ratio_cap < 1 or self.norm_const <= 0 or self.temperature <= 0:
             raise ValueError("ratio_cap must be at least 1, norm_const and temperature positive")
 
@@ -86,14 +91,17 @@ class GRPOConfig:
 def advantages(shaped: Tensor) -> Tensor:
     """A = shaped − group mean, for shaped rewards [N / G, G] of whole chains; constant groups give exact zeros."""
     if shaped.dim() != 2 or shaped.shape[1] < 2:
-        raise ValueError(f"shaped rewards of shape {list(shaped.shape)}: need [groups, G] with G of 2 or more")
+        raise ValueError(
+            f"shaped rewards of shape {list(shaped.shape)}: need [groups, G] with G of 2 or more"
+        )
     centred = shaped - shaped.mean(dim=1, keepdim=True)
     spread = shaped.max(dim=1, keepdim=True).values - shaped.min(dim=1, keepdim=True).values
     return torch.where(spread < 1e-9, torch.zeros_like(centred), centred)
 
 
-def loss(logp: Tensor, logp_sampled: Tensor, advantage: Tensor, mask: Tensor, denominator: float,
-         cap: float = 2.0) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(
+    logp: Tensor, logp_sampled: Tensor, advantage: Tensor, mask: Tensor, denominator: float, cap: float = 2.0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """−Σ A · w · log π over the masked tokens / denominator; all tensors of one shape.
 
     The denominator is N · norm_const of the whole optimizer step, so micro-batches, packing and padding cannot change
@@ -101,8 +109,10 @@ def loss(logp: Tensor, logp_sampled: Tensor, advantage: Tensor, mask: Tensor, de
     Metrics are sums over tokens, to be added over micro-batches and read by `summary`.
     """
     if not logp.shape == logp_sampled.shape == advantage.shape == mask.shape:
-        raise ValueError(f"shapes differ: logp {list(logp.shape)}, logp_sampled {list(logp_sampled.shape)}, "
-                         f"advantage {list(advantage.shape)}, mask {list(mask.shape)}")
+        raise ValueError(
+            f"shapes differ: logp {list(logp.shape)}, logp_sampled {list(logp_sampled.shape)}, "
+            f"advantage {list(advantage.shape)}, mask {list(mask.shape)}"
+        )
     mask = mask.bool()
     logp = torch.where(mask, logp, 0.0)
     log_ratio = torch.where(mask, logp.detach() - logp_sampled, 0.0)
@@ -110,16 +120,26 @@ def loss(logp: Tensor, logp_sampled: Tensor, advantage: Tensor, mask: Tensor, de
     weight = ratio.clamp(max=cap)
     value = -(torch.where(mask, advantage, 0.0) * weight * logp).sum() / denominator
     m = mask.to(ratio.dtype)
-    metrics = dict(tokens=m.sum(), weight=(ratio * m).sum(), weight2=(ratio ** 2 * m).sum(),
-                   truncated=((ratio > cap) & mask).sum(), k1=kl.k1(log_ratio).mul(m).sum(), k3=kl.k3(log_ratio).mul(m).sum())
+    metrics = dict(
+        tokens=m.sum(),
+        weight=(ratio * m).sum(),
+        weight2=(ratio**2 * m).sum(),
+        truncated=((ratio > cap) & mask).sum(),
+        k1=kl.k1(log_ratio).mul(m).sum(),
+        k3=kl.k3(log_ratio).mul(m).sum(),
+    )
     return value, metrics
 
 
 def summary(sums: dict[str, float]) -> dict[str, float]:
     """Per-token readings of summed loss metrics: effective sample size (Σw)²/(nΣw²), truncated share, k1 and k3 of μ to π."""
     n = max(sums["tokens"], 1.0)
-    return dict(ess=sums["weight"] ** 2 / max(n * sums["weight2"], 1e-30), truncated=sums["truncated"] / n,
-                k1_sampler=sums["k1"] / n, k3_sampler=sums["k3"] / n)
+    return dict(
+        ess=sums["weight"] ** 2 / max(n * sums["weight2"], 1e-30),
+        truncated=sums["truncated"] / n,
+        k1_sampler=sums["k1"] / n,
+        k3_sampler=sums["k3"] / n,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
@@ -127,6 +147,7 @@ def summary(sums: dict[str, float]) -> dict[str, float]:
 
 class World(NamedTuple):
     """What rollouts happen in: functions that open a task's workspace and grade its final state in [0, 1]."""
+
     open: Callable[[object], object]
     grade: Callable[[object, object, str], float]
 
@@ -135,10 +156,10 @@ class World(NamedTuple):
 class _Slot:
     task: object
     chain: Chain
-    start: int                                   # where the model's current turn begins in the window
+    start: int  # where the model's current turn begins in the window
     workspace: object = None
     segments: list[Segment] = field(default_factory=list)
-    pending: Future | None = None                # tool calls or grading under way
+    pending: Future | None = None  # tool calls or grading under way
     counts: dict[str, float] = field(default_factory=lambda: dict(calls=0, broken=0, parallel=0))
 
 
@@ -149,14 +170,32 @@ class Sampler:
     called between two engine steps; new weights enter there, in the middle of rollouts (R5).
     """
 
-    def __init__(self, model: moe.Transformer, protocol: Protocol, window: WindowConfig, world: World, slots: int,
-                 temperature: float = 1.0, seed: int = 0, summariser: Callable[[str], str] | None = None, threads: int = 4):
+    def __init__(
+        self,
+        model: moe.Transformer,
+        protocol: Protocol,
+        window: WindowConfig,
+        world: World,
+        slots: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        summariser: Callable[[str], str] | None = None,
+        threads: int = 4,
+    ):
         self.engine = mtp.Engine(model, slots, window.window + 8, protocol.end, temperature)
-        self.protocol, self.window, self.world, self.seed, self.summariser = protocol, window, world, seed, summariser
+        self.protocol, self.window, self.world, self.seed, self.summariser = (
+            protocol,
+            window,
+            world,
+            seed,
+            summariser,
+        )
         self.pool = ThreadPoolExecutor(threads)
         self.slots: list[_Slot | None] = [None] * slots
 
-    def run(self, jobs: Iterator[tuple[object, int]], poll: Callable[[], None] = lambda: None) -> Iterator[tuple[object, Rollout]]:
+    def run(
+        self, jobs: Iterator[tuple[object, int]], poll: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[object, Rollout]]:
         """Finished (task, rollout) pairs, in the order in which they end, for jobs of (task, index in its group).
 
         `jobs` is asked for more whenever a slot is free; it may yield None to say "not now".
@@ -182,7 +221,7 @@ class Sampler:
             if not any(self.slots):
                 if exhausted:
                     return
-                time.sleep(0.01)                 # the producer has nothing for us yet
+                time.sleep(0.01)  # the producer has nothing for us yet
 
     def _begin(self, i: int, task: object, index: int) -> None:
         chain = Chain(self.protocol, task.prompt, self.window, self.summariser)
@@ -196,7 +235,7 @@ class Sampler:
         slot, chain = self.slots[i], self.slots[i].chain
         ids, *_ = self.engine.window(i)
         summarised = chain.summarising
-        calls = chain.turn(ids[slot.start:])
+        calls = chain.turn(ids[slot.start :])
         slot.counts["calls"] += len(calls)
         slot.counts["parallel"] += len(calls) > 1
         if summarised and not chain.finish:
@@ -231,8 +270,16 @@ class Sampler:
         slot.workspace.close()
         self.slots[i] = None
         c = slot.chain
-        return Rollout(slot.task.id, slot.task.family, slot.segments, c.answer, c.finish, dict(c.counters), reward,
-                       extra=dict(slot.counts, summaries=c.n_summaries))
+        return Rollout(
+            slot.task.id,
+            slot.task.family,
+            slot.segments,
+            c.answer,
+            c.finish,
+            dict(c.counters),
+            reward,
+            extra=dict(slot.counts, summaries=c.n_summaries),
+        )
 
     def _close_window(self, i: int) -> None:
         ids, mask, logprobs, versions, routes = self.engine.window(i)
@@ -250,6 +297,7 @@ class Sampler:
 
 class Row(NamedTuple):
     """One packed row: segments one after another, each a document."""
+
     segments: list[Segment]
     advantages: list[float]
 
@@ -291,17 +339,24 @@ def balance(lengths: Sequence[int], n_ranks: int, s0: float = 51_200.0) -> list[
 def tensors(rows: Sequence[Row], length: int) -> dict[str, Tensor]:
     """Packed rows as tensors [B, T]: ids, mask, doc, positions, logp_sampled, advantage, version, routes [B, T, L_moe, K]."""
     B, first = len(rows), rows[0].segments[0]
-    out = dict(ids=torch.zeros(B, length, dtype=torch.long), mask=torch.zeros(B, length, dtype=torch.bool),
-               doc=torch.full((B, length), -1), positions=torch.zeros(B, length, dtype=torch.long),
-               logp_sampled=torch.zeros(B, length), advantage=torch.zeros(B, length),
-               version=torch.zeros(B, length, dtype=torch.long))
+    out = dict(
+        ids=torch.zeros(B, length, dtype=torch.long),
+        mask=torch.zeros(B, length, dtype=torch.bool),
+        doc=torch.full((B, length), -1),
+        positions=torch.zeros(B, length, dtype=torch.long),
+        logp_sampled=torch.zeros(B, length),
+        advantage=torch.zeros(B, length),
+        version=torch.zeros(B, length, dtype=torch.long),
+    )
     if first.routes is not None:
         out["routes"] = torch.full((B, length, *first.routes.shape[1:]), -1, dtype=torch.int16)
     for b, row in enumerate(rows):
         at = 0
         for n, (s, advantage) in enumerate(zip(row.segments, row.advantages)):
             end = at + len(s.ids)
-            for key, value in dict(ids=s.ids, mask=s.mask, logp_sampled=s.logprobs, version=s.versions).items():
+            for key, value in dict(
+                ids=s.ids, mask=s.mask, logp_sampled=s.logprobs, version=s.versions
+            ).items():
                 out[key][b, at:end] = torch.as_tensor(value, dtype=out[key].dtype)
             out["doc"][b, at:end], out["advantage"][b, at:end] = n, advantage
             out["positions"][b, at:end] = torch.arange(end - at)
@@ -311,17 +366,24 @@ def tensors(rows: Sequence[Row], length: int) -> dict[str, Tensor]:
     return out
 
 
-def logprobs(model: moe.Transformer, batch: dict[str, Tensor], temperature: float = 1.0, replay: bool = True,
-             plausibility: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs(
+    model: moe.Transformer,
+    batch: dict[str, Tensor],
+    temperature: float = 1.0,
+    replay: bool = True,
+    plausibility: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """log π of every sampled token under its own context; returns (logp [n], entropy [n], index of those tokens [B, T]).
 
     The token at t is predicted from t − 1. Routes are those recorded when the sampler computed each token (M3).
     """
     routes = batch.get("routes") if replay else None
-    ctx = model.context(batch["positions"], doc=batch["doc"], replay=routes, plausibility=plausibility, real=batch["doc"] >= 0)
-    hidden = model(batch["ids"], ctx)[:, :-1]                                            # [B, T − 1, D]
+    ctx = model.context(
+        batch["positions"], doc=batch["doc"], replay=routes, plausibility=plausibility, real=batch["doc"] >= 0
+    )
+    hidden = model(batch["ids"], ctx)[:, :-1]  # [B, T − 1, D]
     keep = batch["mask"][:, 1:]
-    logits = model.lm_head(hidden[keep]).float() / temperature                           # [n, V]
+    logits = model.lm_head(hidden[keep]).float() / temperature  # [n, V]
     logp = logits.log_softmax(-1)
     entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
     index = torch.cat((torch.zeros_like(keep[:, :1]), keep), dim=1)
@@ -330,18 +392,24 @@ def logprobs(model: moe.Transformer, batch: dict[str, Tensor], temperature: floa
 
 def reference_kl(model: moe.Transformer, rollouts: Sequence[Rollout], c: GRPOConfig) -> list[float]:
     """Σ_t (log μ_t − log π_ref,t) of each rollout: k1 summed over the whole chain, detached (R6)."""
-    flat = [(s, float(i)) for i, r in enumerate(rollouts) for s in r.segments]           # the "advantage" carries the owner
+    flat = [
+        (s, float(i)) for i, r in enumerate(rollouts) for s in r.segments
+    ]  # the "advantage" carries the owner
     sums = torch.zeros(len(rollouts), dtype=torch.float64)
     rows = pack(flat, c.row)
     with torch.no_grad():
         for at in range(0, len(rows), c.micro_rows):
-            batch = tensors(rows[at:at + c.micro_rows], c.row)
+            batch = tensors(rows[at : at + c.micro_rows], c.row)
             logp, _, index = logprobs(model, batch, c.temperature, replay=False)
-            sums.index_add_(0, batch["advantage"][index].long(), kl.k1(logp - batch["logp_sampled"][index]).double())
+            sums.index_add_(
+                0, batch["advantage"][index].long(), kl.k1(logp - batch["logp_sampled"][index]).double()
+            )
     return sums.tolist()
 
 
-def shape_rewards(rollouts: Sequence[Rollout], nats: Sequence[float], beta: float, penalty: length_penalty.Penalty) -> None:
+def shape_rewards(
+    rollouts: Sequence[Rollout], nats: Sequence[float], beta: float, penalty: length_penalty.Penalty
+) -> None:
     """shaped_reward = reward − λ C(effort) − β Σ k1; the reward itself stays what the checks gave."""
     for r, k in zip(rollouts, nats):
         r.extra["kl"], r.extra["length_cost"] = k, length_penalty.cost(r.counters, penalty)
@@ -371,31 +439,56 @@ def write_file(path: Path, value: dict) -> int:
 def read_file(path: Path) -> dict:
     """Read such a file; no code in it can run. Raises ValueError naming the file when it is damaged."""
     raw = path.read_bytes()
-    data = raw[len(MAGIC) + 4:]
-    if not raw.startswith(MAGIC) or zlib.crc32(data).to_bytes(4, "little") != raw[len(MAGIC):len(MAGIC) + 4]:
+    data = raw[len(MAGIC) + 4 :]
+    if (
+        not raw.startswith(MAGIC)
+        or zlib.crc32(data).to_bytes(4, "little") != raw[len(MAGIC) : len(MAGIC) + 4]
+    ):
         raise ValueError(f"{path} is damaged (checksum): it is not used; delete it or restore it")
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def group_state(rollouts: Sequence[Rollout], index: int) -> dict:
     """A group as tensors and plain values."""
+
     def segment(s: Segment) -> dict:
-        return dict(ids=torch.tensor(s.ids), mask=torch.tensor(s.mask), logprobs=torch.tensor(s.logprobs),
-                    versions=torch.tensor(s.versions), routes=s.routes)
-    return dict(index=index, rollouts=[{**{k: v for k, v in vars(r).items() if k != "segments"},
-                                        "segments": [segment(s) for s in r.segments]} for r in rollouts])
+        return dict(
+            ids=torch.tensor(s.ids),
+            mask=torch.tensor(s.mask),
+            logprobs=torch.tensor(s.logprobs),
+            versions=torch.tensor(s.versions),
+            routes=s.routes,
+        )
+
+    return dict(
+        index=index,
+        rollouts=[
+            {
+                **{k: v for k, v in vars(r).items() if k != "segments"},
+                "segments": [segment(s) for s in r.segments],
+            }
+            for r in rollouts
+        ],
+    )
 
 
 def group_of(state: dict) -> list[Rollout]:
     """The rollouts of a stored group."""
+
     def segment(s: dict) -> Segment:
-        return Segment(s["ids"].tolist(), s["mask"].tolist(), s["logprobs"].tolist(), s["versions"].tolist(), s["routes"])
+        return Segment(
+            s["ids"].tolist(), s["mask"].tolist(), s["logprobs"].tolist(), s["versions"].tolist(), s["routes"]
+        )
+
     return [Rollout(**{**r, "segments": [segment(s) for s in r["segments"]]}) for r in state["rollouts"]]
 
 
 def bits(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights as they are published: the bit patterns of their bf16 roundings (int16)."""
-    return {k: v.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().clone() for k, v in state.items()}
+    return {
+        k: v.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().clone()
+        for k, v in state.items()
+    }
 
 
 class Publisher:
@@ -416,11 +509,17 @@ class Publisher:
         flat = torch.cat([v.flatten() if full else (v ^ self.last[k]).flatten() for k, v in now.items()])
         data = zlib.compress(flat.numpy().tobytes(), 1)
         name = f"{version:06d}.{'full' if full else 'delta'}"
-        size = write_file(self.folder / name, dict(version=version, base=-1 if full else self.version,
-                                                   data=torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+        size = write_file(
+            self.folder / name,
+            dict(
+                version=version,
+                base=-1 if full else self.version,
+                data=torch.frombuffer(bytearray(data), dtype=torch.uint8),
+            ),
+        )
         changed = 1.0 if full else float((flat != 0).float().mean())
         self.last, self.version = now, version
-        if full:                                 # keep the previous snapshot and its deltas for readers under way
+        if full:  # keep the previous snapshot and its deltas for readers under way
             for path in self.folder.glob("*.*"):
                 if path.suffix in (".full", ".delta") and int(path.stem) < version - self.full_every:
                     path.unlink()
@@ -444,7 +543,9 @@ class Subscriber:
         newest_full = max((v for v, kind in found if kind == ".full"), default=-1)
         if newest_full > self.version and (self.version + 1, ".delta") not in found:
             self._apply(found[newest_full, ".full"])
-        while (path := found.get((self.version + 1, ".delta")) or found.get((self.version + 1, ".full"))) and self._apply(path):
+        while (
+            path := found.get((self.version + 1, ".delta")) or found.get((self.version + 1, ".full"))
+        ) and self._apply(path):
             pass
         return self._state() if self.version > start else None
 
@@ -491,7 +592,7 @@ class Curriculum:
         if not late or len(self.effort) < len(self.families):
             return self.families[index % len(self.families)]
         weights = [self.effort[f][0] / self.effort[f][1] for f in self.families]
-        u = zlib.crc32(f"{self.seed}/draw/{index}".encode()) / 2 ** 32 * sum(weights)
+        u = zlib.crc32(f"{self.seed}/draw/{index}".encode()) / 2**32 * sum(weights)
         for family, w in zip(self.families, weights):
             u -= w
             if u < 0:
@@ -499,9 +600,20 @@ class Curriculum:
         return self.families[-1]
 
 
-def sampler_loop(model: moe.Transformer, reference: moe.Transformer, protocol: Protocol, window: WindowConfig, world: World,
-                 c: GRPOConfig, penalty: length_penalty.Penalty, out: Path, task: Callable[[str, int], object],
-                 families: Sequence[str], seed: int, alive: Callable[[], bool]) -> None:
+def sampler_loop(
+    model: moe.Transformer,
+    reference: moe.Transformer,
+    protocol: Protocol,
+    window: WindowConfig,
+    world: World,
+    c: GRPOConfig,
+    penalty: length_penalty.Penalty,
+    out: Path,
+    task: Callable[[str, int], object],
+    families: Sequence[str],
+    seed: int,
+    alive: Callable[[], bool],
+) -> None:
     """A sampling service: takes weights from out/weights, writes finished groups to out/groups, until `alive()` is false.
 
     Group i may start when the trainer has reached version i // groups − max_staleness (bounded staleness, R5).
@@ -515,7 +627,7 @@ def sampler_loop(model: moe.Transformer, reference: moe.Transformer, protocol: P
 
     def poll() -> None:
         if not alive():
-            raise SystemExit                     # the trainer is gone: unfinished rollouts have no one to read them
+            raise SystemExit  # the trainer is gone: unfinished rollouts have no one to read them
         if (state := weights.poll()) is not None:
             sampler.engine.load(state, weights.version)
 
@@ -564,11 +676,17 @@ class Trainer:
     published, so the ratio of trainer and sampler is 1 up to rounding when nothing is stale.
     """
 
-    def __init__(self, model: moe.Transformer, optimizer_of: Callable[[list], torch.optim.Optimizer], c: GRPOConfig, out: Path):
+    def __init__(
+        self,
+        model: moe.Transformer,
+        optimizer_of: Callable[[list], torch.optim.Optimizer],
+        c: GRPOConfig,
+        out: Path,
+    ):
         self.model, self.c, self.out = model, c, out
         self.master = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
         self.optimizer = optimizer_of(self.master)
-        self.used: list[int] = []                # task indices trained on, in order
+        self.used: list[int] = []  # task indices trained on, in order
         self.version, self.dropped = 0, 0
         self.publisher = Publisher(out / "weights", c.full_every)
         (out / "groups").mkdir(parents=True, exist_ok=True)
@@ -609,14 +727,21 @@ class Trainer:
                 self.used += [int(p.stem.split("-")[1]) for p in chosen]
                 return list(chosen.values()), time.perf_counter() - began
             if time.perf_counter() - began > patience:
-                raise TimeoutError(f"no {self.c.groups} groups in {self.out / 'groups'} within {patience:.0f} s: is a sampler running?")
+                raise TimeoutError(
+                    f"no {self.c.groups} groups in {self.out / 'groups'} within {patience:.0f} s: is a sampler running?"
+                )
             alive()
             time.sleep(0.02)
 
     def state(self) -> dict:
         """Everything that resuming needs; the caller writes it and then calls `forget_used`."""
-        return dict(master=[m.detach() for m in self.master], optimizer=self.optimizer.state_dict(), version=self.version,
-                    used=self.used, dropped=self.dropped)
+        return dict(
+            master=[m.detach() for m in self.master],
+            optimizer=self.optimizer.state_dict(),
+            version=self.version,
+            used=self.used,
+            dropped=self.dropped,
+        )
 
     def load(self, state: dict) -> None:
         with torch.no_grad():
@@ -647,27 +772,37 @@ class Trainer:
         rows, denominator = pack(live, self.c.row), shaped.numel() * self.c.norm_const
         sums, entropy, gaps = defaultdict(float), 0.0, []
         for at in range(0, len(rows), self.c.micro_rows):
-            batch = tensors(rows[at:at + self.c.micro_rows], self.c.row)
+            batch = tensors(rows[at : at + self.c.micro_rows], self.c.row)
             logp, h, index = logprobs(self.model, batch, self.c.temperature, True, self.c.plausibility)
             sampled = batch["logp_sampled"][index]
-            value, metrics = loss(logp, sampled, batch["advantage"][index], torch.ones_like(logp), denominator, self.c.ratio_cap)
+            value, metrics = loss(
+                logp, sampled, batch["advantage"][index], torch.ones_like(logp), denominator, self.c.ratio_cap
+            )
             value.backward()
             sums["loss"] += float(value.detach())
             entropy += float(h.sum())
-            fresh = batch["version"][index] == self.version          # the mismatch that is not staleness
+            fresh = batch["version"][index] == self.version  # the mismatch that is not staleness
             gaps.append((logp.detach() - sampled).abs()[fresh])
             for k, v in metrics.items():
                 sums[k] += float(v)
         norm = self._update()
-        return {**self._metrics(groups, A), **summary(sums), "loss": sums["loss"], "grad_norm": norm,
-                "entropy": entropy / max(sums["tokens"], 1), **_mismatch(torch.cat(gaps) if gaps else torch.zeros(0))}
+        return {
+            **self._metrics(groups, A),
+            **summary(sums),
+            "loss": sums["loss"],
+            "grad_norm": norm,
+            "entropy": entropy / max(sums["tokens"], 1),
+            **_mismatch(torch.cat(gaps) if gaps else torch.zeros(0)),
+        }
 
     def _update(self) -> float:
         for p, m in zip(self.model.parameters(), self.master):
             m.grad, p.grad = (p.grad if p.grad is not None else torch.zeros_like(m)), None
         norm = float(torch.nn.utils.clip_grad_norm_(self.master, self.c.clip))
         if not math.isfinite(norm):
-            raise FloatingPointError(f"RL step {self.version}: gradient norm {norm}; the weights are those of the step before")
+            raise FloatingPointError(
+                f"RL step {self.version}: gradient norm {norm}; the weights are those of the step before"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(self.c, self.version)
         self.optimizer.step()
@@ -677,15 +812,27 @@ class Trainer:
 
     def _metrics(self, groups: list[list[Rollout]], A: Tensor) -> dict[str, float]:
         rollouts = [r for g in groups for r in g]
-        lags = [self.version - v for r in rollouts for s in r.segments for v, m in zip(s.versions, s.mask) if m]
+        lags = [
+            self.version - v for r in rollouts for s in r.segments for v, m in zip(s.versions, s.mask) if m
+        ]
         n, turns = len(rollouts), sum(r.counters["turns"] for r in rollouts)
-        mean = lambda f: sum(f(r) for r in rollouts) / n                                 # noqa: E731
-        return dict(reward=mean(lambda r: r.reward), shaped_reward=mean(lambda r: r.shaped_reward),
-                    dead_groups=int((A.abs().max(dim=1).values == 0).sum()), lag=sum(lags) / max(len(lags), 1), lag_max=max(lags, default=0),
-                    tokens=mean(lambda r: r.tokens), turns=turns / n, calls_per_turn=sum(r.counters["calls"] for r in rollouts) / max(turns, 1),
-                    broken_calls=mean(lambda r: r.extra["broken"]), summaries=mean(lambda r: r.extra["summaries"]),
-                    cut=mean(lambda r: r.finish != "answered"), kl=mean(lambda r: r.extra["kl"]),
-                    length_cost=mean(lambda r: r.extra["length_cost"]), dropped=self.dropped)
+        mean = lambda f: sum(f(r) for r in rollouts) / n
+        return dict(
+            reward=mean(lambda r: r.reward),
+            shaped_reward=mean(lambda r: r.shaped_reward),
+            dead_groups=int((A.abs().max(dim=1).values == 0).sum()),
+            lag=sum(lags) / max(len(lags), 1),
+            lag_max=max(lags, default=0),
+            tokens=mean(lambda r: r.tokens),
+            turns=turns / n,
+            calls_per_turn=sum(r.counters["calls"] for r in rollouts) / max(turns, 1),
+            broken_calls=mean(lambda r: r.extra["broken"]),
+            summaries=mean(lambda r: r.extra["summaries"]),
+            cut=mean(lambda r: r.finish != "answered"),
+            kl=mean(lambda r: r.extra["kl"]),
+            length_cost=mean(lambda r: r.extra["length_cost"]),
+            dropped=self.dropped,
+        )
 
 
 def _mismatch(gaps: Tensor) -> dict[str, float]:
@@ -705,23 +852,29 @@ def off_policy_bias(shift: float, weighting: str, seed: int = 0) -> float:
     random direction; random rewards. weighting: none, token (truncated at 2) or sequence (product of the ratios).
     """
     g = torch.Generator().manual_seed(seed)
-    theta = torch.randn(4, 3, generator=g, dtype=torch.float64).requires_grad_()         # row 0: first token, 1 + a: second
+    theta = torch.randn(
+        4, 3, generator=g, dtype=torch.float64
+    ).requires_grad_()  # row 0: first token, 1 + a: second
     mu = (theta.detach() + shift * torch.randn(4, 3, generator=g, dtype=torch.float64)).log_softmax(-1)
     reward = torch.rand(3, 3, generator=g, dtype=torch.float64)
     pairs = [(a, b) for a in range(3) for b in range(3)]
 
     def logps(table: Tensor) -> Tensor:
-        return torch.stack([torch.stack((table[0, a], table[1 + a, b])) for a, b in pairs])          # [9, 2]
+        return torch.stack([torch.stack((table[0, a], table[1 + a, b])) for a, b in pairs])  # [9, 2]
 
     logp, sampled, r = logps(theta.log_softmax(-1)), logps(mu), reward.flatten()
     p, q = logp.detach().sum(1).exp(), sampled.sum(1).exp()
-    (true,) = torch.autograd.grad(((r - (p * r).sum())[:, None] * p[:, None] * logp).sum(), theta, retain_graph=True)
+    (true,) = torch.autograd.grad(
+        ((r - (p * r).sum())[:, None] * p[:, None] * logp).sum(), theta, retain_graph=True
+    )
     A = (q * (r - (q * r).sum()))[:, None].expand(-1, 2)
     if weighting == "token":
         value = loss(logp, sampled, A, torch.ones_like(logp), -1.0)[0]
     else:
         w = (logp.detach() - sampled).sum(1, keepdim=True).exp() if weighting == "sequence" else 1.0
-        value = (A * w * logp).sum() + (0.0 if weighting == "none" else ((q @ r - p @ r) * (q[:, None] * w * logp)).sum())
+        value = (A * w * logp).sum() + (
+            0.0 if weighting == "none" else ((q @ r - p @ r) * (q[:, None] * w * logp)).sum()
+        )
     (grad,) = torch.autograd.grad(value, theta)
     return float((grad - true).norm() / true.norm())
 
@@ -730,27 +883,52 @@ def main() -> None:
     print("advantages of rewards 1, 0, 0, 1:", advantages(torch.tensor([[1.0, 0, 0, 1]])).tolist()[0])
     print("\nwhy no standard deviation (R3): all four rollouts solve the task, one is a little shorter")
     r = torch.tensor([[1.0, 1.0, 1.0, 1.001]], dtype=torch.float64)
-    print("    rewards 1, 1, 1, 1.001    advantage", [round(a, 5) for a in advantages(r)[0].tolist()],
-          "   divided by σ", [round(a, 2) for a in (advantages(r) / r.std(dim=1, keepdim=True))[0].tolist()])
-    print("    rewards 1, 0, 0, 0        divided by σ", [round(x, 2) for x in (lambda s: (advantages(s) / s.std(dim=1, keepdim=True))[0].tolist())(
-        torch.tensor([[1.0, 0, 0, 0]]))], " a thousandth weighs like a solved task")
-    print("\nwhy no length term (R2): gradient per token of a wrong rollout, −A / (N · norm_const), for 1 and for 100 tokens")
+    print(
+        "    rewards 1, 1, 1, 1.001    advantage",
+        [round(a, 5) for a in advantages(r)[0].tolist()],
+        "   divided by σ",
+        [round(a, 2) for a in (advantages(r) / r.std(dim=1, keepdim=True))[0].tolist()],
+    )
+    print(
+        "    rewards 1, 0, 0, 0        divided by σ",
+        [
+            round(x, 2)
+            for x in (lambda s: (advantages(s) / s.std(dim=1, keepdim=True))[0].tolist())(
+                torch.tensor([[1.0, 0, 0, 0]])
+            )
+        ],
+        " a thousandth weighs like a solved task",
+    )
+    print(
+        "\nwhy no length term (R2): gradient per token of a wrong rollout, −A / (N · norm_const), for 1 and for 100 tokens"
+    )
     for n in (1, 100):
         logp = torch.full((n,), -1.0, requires_grad=True)
         value, _ = loss(logp, logp.detach(), torch.full((n,), -0.5), torch.ones(n), 4 * 32.0)
         (grad,) = torch.autograd.grad(value, logp)
-        print(f"    {n:3} tokens: {grad[0]:.6f} each; with a mean over the rollout's tokens it would be {0.5 / 4 / n:.6f}")
-    print("\nsamples of another policy (R5): relative error of the expected gradient, by enumeration, mean of 20 problems")
+        print(
+            f"    {n:3} tokens: {grad[0]:.6f} each; with a mean over the rollout's tokens it would be {0.5 / 4 / n:.6f}"
+        )
+    print(
+        "\nsamples of another policy (R5): relative error of the expected gradient, by enumeration, mean of 20 problems"
+    )
     print("    distance of the sampler      0.0     0.1     0.5     1.0")
     for weighting in ("none", "token", "sequence"):
         errors = [sum(off_policy_bias(e, weighting, s) for s in range(20)) / 20 for e in (0.0, 0.1, 0.5, 1.0)]
         print(f"    weight: {weighting:18}" + "".join(f"{x:8.3f}" for x in errors))
-    print("    (the product over a sequence is unbiased, but its variance grows exponentially with the length)")
+    print(
+        "    (the product over a sequence is unbiased, but its variance grows exponentially with the length)"
+    )
     print("\npacking by cost (S5): 131072, 2 x 65536 and 8 x 16384 tokens on two ranks")
     lengths = [131072, 65536, 65536] + [16384] * 8
-    for name, ranks in (("by tokens", [[0, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]]), ("by cost", balance(lengths, 2))):
+    for name, ranks in (
+        ("by tokens", [[0, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]]),
+        ("by cost", balance(lengths, 2)),
+    ):
         load = [sum(cost(lengths[i]) for i in r) for r in ranks]
-        print(f"    {name:10} max / mean {max(load) / (sum(load) / 2):.3f}   tokens {[sum(lengths[i] for i in r) for r in ranks]}")
+        print(
+            f"    {name:10} max / mean {max(load) / (sum(load) / 2):.3f}   tokens {[sum(lengths[i] for i in r) for r in ranks]}"
+        )
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ def nvfp4_kernel(x_ptr, codes_ptr, scales_ptr, outer_ptr, R, C,
 
 
 @jit
-def dequantise_kernel(codes_ptr, scales_ptr, outer_ptr, out_ptr, R, C,
+def dequantise_kernel(codes_ptr, scales_ptr, outer_ptr, values_ptr, R, C,
                       FP4: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Both formats back to float32 [R, C]."""
     PACK: tl.constexpr = 2 if FP4 else 1
@@ -340,7 +340,7 @@ def dequantise_kernel(codes_ptr, scales_ptr, outer_ptr, out_ptr, R, C,
     else:
         x = _mxfp8_values(codes, scales)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    tl.store(out_ptr + r * C + c, x, mask=(r < R) & (c < C))
+    tl.store(values_ptr + r * C + c, x, mask=(r < R) & (c < C))
 
 
 def _mxfp8_triton(x: Tensor, packed: Tensor | None = None, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -1150,75 +1150,66 @@ BITS = {"plain": 16.0, "mxfp8": 8.25, "nvfp4": 4.5}      # per value, block scal
 FULL = dict(T=16_384, D=7168, I=2048, E=48, k=8)         # one rank of the full config under 8-way expert parallelism
 
 
+# Types of the kernels' pointers by name; every argument that is neither here nor a constant is an int32.
+TYPES = {f"{name}_ptr": kind for kind, names in {
+    "*bf16": "x y out pre h", "*u8": "codes scales a_scale w_scale b_scale", "*i32": "columns counts tile_expert tile_start",
+    "*fp32": "logits bias weights scores outer a_outer w_outer gates d_gates values",
+    "*i64": "ids first order rows inverse offsets a_rows b_rows"}.items() for name in names.split()} | {"scale": "fp32"}
+# Pointers that a format or an epilogue does not use; wgrad gathers x where it is not transposed by quantising.
+UNUSED = {"plain": "a_scale w_scale b_scale a_outer w_outer a_rows", "mxfp8": "a_outer w_outer a_rows b_rows", "nvfp4": "",
+          "none": "rows pre h gates d_gates", "swiglu": "h gates d_gates", "swiglu grad": "", "wgrad": ""}
+
+
 class Spec(NamedTuple):
     """A kernel as shipped on one chip, and what it does at the full shapes."""
     name: str
     kernel: object
-    types: dict[str, str]                        # of the pointers; every other argument that is no constant is an int32
-    constants: dict[str, object]
-    warps: int
-    stages: int
+    constants: dict[str, object]                 # None for a pointer that is not used
     flops: float
     bytes: float
-    fmt: str
+    fmt: str = "plain"
+    warps: int = 4
+    stages: int = 3
 
 
 def specs(chip: int) -> list[Spec]:
     """Every kernel in the configurations that ship on `chip`."""
     T, D, I, E, k = FULL.values()
-    S, B, U, F32, I32, L = T * k, "*bf16", "*u8", "*fp32", "*i32", "*i64"
-
-    def small(name, kernel, types, constants, size):
-        return Spec(name, kernel, types, constants, 4, 3, 0, size, "plain")
-
+    S = T * k
     result = [
-        small("route", route_kernel, dict(logits_ptr=F32, bias_ptr=F32, ids_ptr=L, weights_ptr=F32, scores_ptr=F32, scale="fp32"),
-              dict(K=k, NORMALISE=True, BLOCK_T=4, BLOCK_E=512, BLOCK_K=8), T * 384 * 8 + S * 12),
-        small("plan: count", count_kernel, dict(ids_ptr=L, counts_ptr=I32), dict(BLOCK=128, BLOCK_E=512), S * 8 + S // 128 * E * 4),
-        small("plan: place", place_kernel, dict(ids_ptr=L, first_ptr=L, order_ptr=L, rows_ptr=L, inverse_ptr=L), dict(BLOCK=128), S * 32),
-        small("combine", combine_kernel, dict(y_ptr=B, inverse_ptr=L, weights_ptr=F32, out_ptr=B), dict(BLOCK_D=1024), (S + T) * D * 2),
-        small("quantise mxfp8", mxfp8_kernel, dict(x_ptr=B, codes_ptr=U, scales_ptr=U),
-              dict(columns_ptr=None, stride_c=1, BLOCK_R=16, BLOCK_C=128), T * D * 3.03),
-        small("quantise mxfp8 transposed", mxfp8_kernel, dict(x_ptr=B, columns_ptr=I32, codes_ptr=U, scales_ptr=U),
-              dict(stride_r=1, BLOCK_R=64, BLOCK_C=64), S * D * 3.03),
-        small("quantise nvfp4", nvfp4_kernel, dict(x_ptr=B, codes_ptr=U, scales_ptr=U, outer_ptr=F32),
-              dict(PER_TOKEN=True, BLOCK_R=4, BLOCK_C=512), T * D * 2.56),
-        small("dequantise mxfp8", dequantise_kernel, dict(codes_ptr=U, scales_ptr=U, out_ptr=F32),
-              dict(outer_ptr=None, FP4=False, PER_TOKEN=False, BLOCK_R=16, BLOCK_C=128), S * D * 5.03)]
+        Spec("route", route_kernel, dict(K=k, NORMALISE=True, BLOCK_T=4, BLOCK_E=512, BLOCK_K=8), 0, T * 384 * 8 + S * 12),
+        Spec("plan: count", count_kernel, dict(BLOCK=128, BLOCK_E=512), 0, S * 8 + S // 128 * E * 4),
+        Spec("plan: place", place_kernel, dict(BLOCK=128), 0, S * 32),
+        Spec("combine", combine_kernel, dict(BLOCK_D=1024), 0, (S + T) * D * 2),
+        Spec("quantise mxfp8", mxfp8_kernel, dict(columns_ptr=None, stride_c=1, BLOCK_R=16, BLOCK_C=128), 0, T * D * 3.03),
+        Spec("quantise mxfp8 transposed", mxfp8_kernel, dict(stride_r=1, BLOCK_R=64, BLOCK_C=64), 0, S * D * 3.03),
+        Spec("quantise nvfp4", nvfp4_kernel, dict(PER_TOKEN=True, BLOCK_R=4, BLOCK_C=512), 0, T * D * 2.56),
+        Spec("dequantise mxfp8", dequantise_kernel,
+             dict(outer_ptr=None, FP4=False, PER_TOKEN=False, BLOCK_R=16, BLOCK_C=128), 0, S * D * 5.03),
+        Spec("dequantise nvfp4", dequantise_kernel, dict(FP4=True, PER_TOKEN=True, BLOCK_R=16, BLOCK_C=128), 0, S * D * 4.56)]
     for fmt in ("plain", "mxfp8", "nvfp4") if chip > 80 else ("plain",):
-        result.append(_gemm_spec(chip, "fprop up", fmt, "swiglu", S, E, 2 * I, D))
-        result.append(_gemm_spec(chip, "fprop down", fmt, "none", S, E, D, I))
+        result += [_product_spec(chip, "fprop up", fmt, "swiglu", S, E, 2 * I, D),
+                   _product_spec(chip, "fprop down", fmt, "none", S, E, D, I)]
         if fmt != "nvfp4":
-            result.append(_gemm_spec(chip, "dgrad down", fmt, "swiglu grad", S, E, I, D))
-            result.append(_wgrad_spec(chip, fmt, S, E, 2 * I, D))
-        if fmt == "plain":                       # its weight is read along the other axis; block-scaled ones are copied anew
-            result.append(_gemm_spec(chip, "dgrad up", fmt, "none", S, E, D, 2 * I, transposed=True))
+            result += [_product_spec(chip, "dgrad down", fmt, "swiglu grad", S, E, I, D),
+                       _product_spec(chip, "wgrad", fmt, "wgrad", S, E, 2 * I, D)]
+        if fmt == "plain":                       # reads its weight along the other axis; block-scaled ones are copied anew
+            result.append(_product_spec(chip, "dgrad up", fmt, "none", S, E, D, 2 * I, transposed=True))
     return result
 
 
-def _gemm_spec(chip: int, name: str, fmt: str, epilogue: str, S: int, E: int, N: int, K: int, transposed: bool = False) -> Spec:
-    tile, operand = TILES[chip, fmt][epilogue == "swiglu grad"], "*bf16" if fmt == "plain" else "*u8"
-    types = dict(a_ptr=operand, w_ptr=operand, a_scale_ptr="*u8", w_scale_ptr="*u8", a_outer_ptr="*fp32", w_outer_ptr="*fp32",
-                 rows_ptr="*i64", out_ptr="*bf16", pre_ptr="*bf16", h_ptr="*bf16", gates_ptr="*fp32", d_gates_ptr="*fp32",
-                 tile_expert_ptr="*i32", tile_start_ptr="*i32", offsets_ptr="*i64")
-    unused = {"none": ["rows_ptr", "pre_ptr", "h_ptr", "gates_ptr", "d_gates_ptr"], "swiglu": ["h_ptr", "gates_ptr", "d_gates_ptr"],
-              "swiglu grad": []}[epilogue]
-    unused += {"plain": ["a_scale_ptr", "w_scale_ptr", "a_outer_ptr", "w_outer_ptr"], "mxfp8": ["a_outer_ptr", "w_outer_ptr"],
-               "nvfp4": []}[fmt]
-    constants = dict(dict.fromkeys(unused), FORMAT=fmt, NATIVE=chip == 100, EPILOGUE=epilogue, BLOCK_M=tile.m, BLOCK_N=tile.n,
-                     BLOCK_K=tile.k, GROUP_M=8)
-    constants["stride_wn" if transposed or (fmt == "plain" and epilogue == "swiglu grad") else "stride_wk"] = 1
-    moved = (S + E * N) * K * BITS[fmt] / 8 + S * N * {"none": 2, "swiglu": 3, "swiglu grad": 10}[epilogue]
-    return Spec(f"{name} {fmt}", grouped_gemm_kernel, types, constants, tile.warps, tile.stages, 2 * S * N * K, moved, fmt)
-
-
-def _wgrad_spec(chip: int, fmt: str, S: int, E: int, M: int, N: int) -> Spec:
-    tile, operand = TILES[chip, fmt][2], "*bf16" if fmt == "plain" else "*u8"
-    types = dict(a_ptr=operand, b_ptr=operand, a_scale_ptr="*u8", b_scale_ptr="*u8", b_rows_ptr="*i64", out_ptr="*bf16", offsets_ptr="*i64")
-    unused = ["a_rows_ptr"] + (["a_scale_ptr", "b_scale_ptr"] if fmt == "plain" else ["b_rows_ptr"])
-    constants = dict(dict.fromkeys(unused), FORMAT=fmt, NATIVE=chip == 100, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=8)
-    moved = S * (M + N) * BITS[fmt] / 8 + E * M * N * 2
-    return Spec(f"wgrad {fmt}", wgrad_kernel, types, constants, tile.warps, tile.stages, 2 * S * M * N, moved, fmt)
+def _product_spec(chip: int, name: str, fmt: str, what: str, S: int, E: int, N: int, K: int, transposed: bool = False) -> Spec:
+    """A grouped product of S rows, E matrices of N·K weights; for wgrad N·K is the size of what it makes."""
+    kernel = wgrad_kernel if what == "wgrad" else grouped_gemm_kernel
+    tile = TILES[chip, fmt][{"swiglu grad": 1, "wgrad": 2}.get(what, 0)]
+    constants = {f"{n}_ptr": None for n in f"{UNUSED[fmt]} {UNUSED[what]}".split() if f"{n}_ptr" in kernel.arg_names}
+    constants |= dict(FORMAT=fmt, NATIVE=chip == 100, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=8)
+    read, written = (S + E * N) * K * BITS[fmt] / 8, S * N * {"none": 2, "swiglu": 3, "swiglu grad": 10, "wgrad": 0}[what]
+    if what == "wgrad":
+        read, written = S * (N + K) * BITS[fmt] / 8, E * N * K * 2
+    else:
+        constants |= {"EPILOGUE": what, "stride_wn" if fmt == "plain" and (transposed or what == "swiglu grad") else "stride_wk": 1}
+    return Spec(f"{name} {fmt}", kernel, constants, 2 * S * N * K, read + written, fmt, tile.warps, tile.stages)
 
 
 def compile_for(chip: int, spec: Spec) -> tuple[dict, str]:
@@ -1226,7 +1217,9 @@ def compile_for(chip: int, spec: Spec) -> tuple[dict, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     names = spec.kernel.arg_names
-    signature = {n: "constexpr" if n in spec.constants else spec.types.get(n, "i32") for n in names}
+    operand = "*bf16" if spec.fmt == "plain" else "*u8"
+    types = TYPES | {n: operand for n in ("a_ptr", "b_ptr", "w_ptr")}
+    signature = {n: "constexpr" if n in spec.constants else types.get(n, "i32") for n in names}
     # Triton is told at launch which arguments are multiples of 16, all of ours at real shapes; without it nothing pipelines.
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] == "i32" or signature[n][0] == "*"}
     compiled = triton.compile(ASTSource(spec.kernel, signature, spec.constants, aligned), target=GPUTarget("cuda", chip, 32),
@@ -1250,7 +1243,7 @@ def report(chips: tuple[int, ...] = (80, 90, 100)) -> None:
     if triton is None or INTERPRETED:
         raise ValueError("--report needs Triton and no TRITON_INTERPRET: it compiles for real chips, on any machine")
     print(f"one rank at the full shapes: {FULL}; the roofline is max(operations / peak, bytes / memory)")
-    print(f"{'kernel':28}{'chip':7}{'registers':>10}{'spilled':>8}{'shared KiB':>11}  {'instruction':20}{'FLOP/byte':>10}  roofline")
+    print(f"{'kernel':28}{'chip':7}{'registers':>10}{'spilled':>8}{'KiB':>6}  {'instruction':24}{'FLOP/byte':>10}  roofline")
     rows = []
     for chip in chips:
         card = CARDS[chip]
@@ -1259,8 +1252,8 @@ def report(chips: tuple[int, ...] = (80, 90, 100)) -> None:
             compute = spec.flops / (getattr(card, spec.fmt) * 1e12) if spec.flops else 0.0
             ms = 1e3 * max(compute, spec.bytes / (card.memory * 1e12))
             rows.append(row | {"flop_per_byte": round(spec.flops / spec.bytes, 1), "roofline_ms": round(ms, 4), "card": card.name})
-            print(f"{row['name']:28}{row['chip']:7}{row['registers']:10}{row['spill_bytes']:8}{row['shared'] / 1024:11.0f}  "
-                  f"{row['mma'] + ('.block_scale' if row['scaled'] else ''):20}{spec.flops / spec.bytes:10.0f}  "
+            print(f"{row['name']:28}{row['chip']:7}{row['registers']:10}{row['spill_bytes']:8}{row['shared'] / 1024:6.0f}  "
+                  f"{row['mma'] + ('.block_scale' if row['scaled'] else ''):24}{spec.flops / spec.bytes:10.0f}  "
                   f"{ms:.3f} ms on {card.name}", flush=True)
     print(json.dumps({"kernels": rows}))
 
@@ -1278,7 +1271,7 @@ def _draw(T: int, D: int, I: int, E: int, k: int, skew: float, device: str) -> t
         return torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(0, std, generator=g)
 
     popularity = torch.arange(1, E + 1, device=device).float().log().mul(-skew)
-    gumbel = -torch.empty(T, E, device=device).exponential_(generator=g).log()           # top-k of log p + Gumbel noise draws from p
+    gumbel = -torch.empty(T, E, device=device).exponential_(generator=g).log()           # top-k of log p + Gumbel draws from p
     ids = (popularity + gumbel).topk(k, dim=1).indices
     weights = torch.rand(T, k, device=device, generator=g)
     return normal(T, D), ids, weights, normal(E, 2 * I, D, std=D ** -0.5), normal(E, D, I, std=I ** -0.5), normal(T, D)

@@ -17,6 +17,7 @@ for two unit-variance Gaussians both are δ²/2.)
 
 No value is ever clamped: a clamp has zero gradient exactly where a penalty is needed.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -58,8 +59,8 @@ def gaussian(delta: float) -> dict[str, tuple[float, float]]:
 
     z ~ N(−D, 2D) with D = δ²/2. Var k2 = 2D² + 2D³; Var k3 = e^{2D} − 1 − 2D, because E e^{2z} = e^{2D} and Cov(e^z, z) = 2D.
     """
-    D = delta ** 2 / 2
-    return {"k1": (D, 2 * D), "k2": (D + D ** 2 / 2, 2 * D ** 2 + 2 * D ** 3), "k3": (D, math.expm1(2 * D) - 2 * D)}
+    D = delta**2 / 2
+    return {"k1": (D, 2 * D), "k2": (D + D**2 / 2, 2 * D**2 + 2 * D**3), "k3": (D, math.expm1(2 * D) - 2 * D)}
 
 
 def crossover() -> float:
@@ -81,7 +82,7 @@ def gradient_errors(seed: int = 0, scale: float = 0.7) -> dict[str, float]:
     ref = (theta + scale * torch.randn(4, 3, generator=g, dtype=torch.float64)).log_softmax(-1)
     theta.requires_grad_()
 
-    def logps(table: Tensor) -> Tensor:                       # [9, 2]: both tokens of all sequences
+    def logps(table: Tensor) -> Tensor:  # [9, 2]: both tokens of all sequences
         return torch.stack([torch.stack((table[0, a], table[1 + a, b])) for a in range(3) for b in range(3)])
 
     logp, logp_ref = logps(theta.log_softmax(-1)), logps(ref)
@@ -99,7 +100,9 @@ def gradient_errors(seed: int = 0, scale: float = 0.7) -> dict[str, float]:
     (true,) = torch.autograd.grad((p * -total).sum(), theta, retain_graph=True)
     errors = {}
     for name, value in ways.items():
-        (grad,) = torch.autograd.grad((p.detach() * value).sum(), theta, retain_graph=True)      # expectation under π
+        (grad,) = torch.autograd.grad(
+            (p.detach() * value).sum(), theta, retain_graph=True
+        )  # expectation under π
         errors[name] = float((grad - true).norm() / true.norm())
     return errors
 
@@ -114,7 +117,9 @@ def regularised_run(way: str, steps: int = 300, beta: float = 1.0, seed: int = 0
         reward, estimate = (arms == 0).float(), k1(ref[arms] - logp[arms])
         if way == "reward":
             reward = reward - beta * estimate.detach()
-        value = -((reward - reward.mean()) * logp[arms]).mean() + (beta * estimate.mean() if way == "loss" else 0.0)
+        value = -((reward - reward.mean()) * logp[arms]).mean() + (
+            beta * estimate.mean() if way == "loss" else 0.0
+        )
         (grad,) = torch.autograd.grad(value, theta)
         with torch.no_grad():
             theta -= 2.0 * grad
@@ -126,9 +131,12 @@ def plot(path: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("kl.py: error: --plot needs matplotlib (pip install matplotlib); the table is printed without it") from None
+        raise SystemExit(
+            "kl.py: error: --plot needs matplotlib (pip install matplotlib); the table is printed without it"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
     deltas = [0.05 * i for i in range(1, 90)]
     for name in ("k1", "k2", "k3"):
         pyplot.semilogy([d * d / 2 for d in deltas], [gaussian(d)[name][1] for d in deltas], label=name)
@@ -144,20 +152,39 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", help="write Figure 4 (needs matplotlib)")
     if (path := parser.parse_args().plot) is not None:
         return plot(path)
-    print("q = N(0, 1), p = N(δ, 1): mean and variance of one sample, closed form | Monte Carlo with 400,000 samples")
-    print(f"{'δ':>5} {'KL':>6}   " + "   ".join(f"{k + ' mean':>9} {'variance':>19}" for k in ("k1", "k2", "k3")))
+    print(
+        "q = N(0, 1), p = N(δ, 1): mean and variance of one sample, closed form | Monte Carlo with 400,000 samples"
+    )
+    print(
+        f"{'δ':>5} {'KL':>6}   "
+        + "   ".join(f"{k + ' mean':>9} {'variance':>19}" for k in ("k1", "k2", "k3"))
+    )
     x = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for delta in (0.1, 0.5, 1.0, 1.5, 2.0, 3.0):
-        z, row = delta * x - delta ** 2 / 2, f"{delta:5} {delta ** 2 / 2:6.3f}   "
+        z, row = delta * x - delta**2 / 2, f"{delta:5} {delta**2 / 2:6.3f}   "
         for name, estimator in (("k1", k1), ("k2", k2), ("k3", k3)):
             mean, variance = gaussian(delta)[name]
-            measured = f"{estimator(z).var():.3g}" if delta <= 1.5 else "rare"     # dominated by x ≈ 2δ: samples mislead
+            measured = (
+                f"{estimator(z).var():.3g}" if delta <= 1.5 else "rare"
+            )  # dominated by x ≈ 2δ: samples mislead
             row += f"{mean:9.4f} {variance:10.4g} | {measured:>6}   "
         print(row)
-    print(f"k3 has the smaller variance up to a KL of {crossover():.3f} nats, k1 beyond\n\nvariance over KL (each column 0.5 nats):")
+    print(
+        f"k3 has the smaller variance up to a KL of {crossover():.3f} nats, k1 beyond\n\nvariance over KL (each column 0.5 nats):"
+    )
     for power in range(5, -4, -1):
-        line = "".join(next((n[1] for n in ("k3", "k2", "k1") if round(math.log10(gaussian(math.sqrt(d))[n][1])) == power), " ") + "  "
-                       for d in range(1, 13))
+        line = "".join(
+            next(
+                (
+                    n[1]
+                    for n in ("k3", "k2", "k1")
+                    if round(math.log10(gaussian(math.sqrt(d))[n][1])) == power
+                ),
+                " ",
+            )
+            + "  "
+            for d in range(1, 13)
+        )
         print(f"  1e{power:+d} | {line}")
     print("\nrelative error of the expected gradient (two tokens, enumerated; mean of 20 problems):")
     runs = [gradient_errors(s) for s in range(20)]
@@ -165,7 +192,9 @@ def main() -> None:
         print(f"    {name:38} {sum(r[name] for r in runs) / len(runs):.3f}")
     print("\na bandit pulled towards one of eight arms; KL to the uniform start after 300 steps:")
     for way in ("none", "loss", "reward"):
-        print(f"    k1 {dict(none='not used', loss='differentiated in the loss', reward='in the reward')[way]:28} {regularised_run(way):.3f}")
+        print(
+            f"    k1 {dict(none='not used', loss='differentiated in the loss', reward='in the reward')[way]:28} {regularised_run(way):.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ head are detached in the MTP path, or the frozen model would change.
 Left out so far: prefix sharing inside a group, top-k and top-p, speculation in batches (rollouts decode without drafts),
 the comparison with other engines.
 """
+
 from __future__ import annotations
 
 import torch
@@ -42,7 +43,9 @@ class Layer(nn.Module):
         self.norm = moe.RMSNorm(c.dim, c.norm_eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, ctx: moe.Context) -> Tensor:
-        return self.norm(self.block(self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)), ctx))
+        return self.norm(
+            self.block(self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)), ctx)
+        )
 
 
 class MTP(nn.Module):
@@ -54,8 +57,9 @@ class MTP(nn.Module):
             raise ValueError(f"n_mtp = {n_mtp}: multi-token prediction needs at least one layer")
         self.layers = nn.ModuleList(Layer(config) for _ in range(n_mtp))
 
-    def forward(self, model: moe.Transformer, hidden: Tensor, tokens: Tensor, ctx: moe.Context,
-                detach: bool = False) -> list[Tensor]:
+    def forward(
+        self, model: moe.Transformer, hidden: Tensor, tokens: Tensor, ctx: moe.Context, detach: bool = False
+    ) -> list[Tensor]:
         """Hidden states [B, T, D] per depth, from the model's `hidden` [B, T, D] and `tokens` [B, T].
 
         Row i of depth k has seen tokens up to i + k; the last k rows have no such token and hold rubbish. Routes of these
@@ -70,9 +74,20 @@ class MTP(nn.Module):
         return out
 
 
-def distill_loss(model: moe.Transformer, mtp: MTP, hidden: Tensor, tokens: Tensor, doc: Tensor, positions: Tensor, *,
-                 kind: str = "kl", detach_trunk: bool = True, norm: float | None = None, shift: int = 0,
-                 chunk: int = 4096) -> tuple[Tensor, dict[str, float]]:
+def distill_loss(
+    model: moe.Transformer,
+    mtp: MTP,
+    hidden: Tensor,
+    tokens: Tensor,
+    doc: Tensor,
+    positions: Tensor,
+    *,
+    kind: str = "kl",
+    detach_trunk: bool = True,
+    norm: float | None = None,
+    shift: int = 0,
+    chunk: int = 4096,
+) -> tuple[Tensor, dict[str, float]]:
     """Self-distillation (T1): depth k at row i learns the main head's distribution at row i + k. Returns (loss, metrics).
 
     kind: "kl" to the main head, "ce" on the data's token, "tv" total variation. detach_trunk: the model gets no gradient.
@@ -90,15 +105,17 @@ def distill_loss(model: moe.Transformer, mtp: MTP, hidden: Tensor, tokens: Tenso
     total, rows, sums = hidden.new_zeros(()), 0, torch.zeros(3, dtype=torch.float64)
     for k, state in enumerate(states, 1):
         n = tokens.shape[1] - k - 1
-        same = (doc[:, :n] == doc[:, k + 1:]) & (doc[:, :n] >= 0)                        # t_{i+k+1} belongs to row i's document
-        student, target = state[:, :n][same], tokens[:, k + 1:][same]
-        teacher = hidden.detach()[:, k - shift:k - shift + n][same]
+        same = (doc[:, :n] == doc[:, k + 1 :]) & (doc[:, :n] >= 0)  # t_{i+k+1} belongs to row i's document
+        student, target = state[:, :n][same], tokens[:, k + 1 :][same]
+        teacher = hidden.detach()[:, k - shift : k - shift + n][same]
         rows += len(student)
         for s, t, y in zip(student.split(chunk), teacher.split(chunk), target.split(chunk)):
             value, metrics = _distance(F.linear(s, head), F.linear(t, model.lm_head.weight.detach()), y, kind)
             total, sums = total + value, sums + metrics
     mean = (sums / max(rows, 1)).tolist()
-    return total / len(states) / (norm or max(rows / len(states), 1)), dict(zip(("kl", "overlap", "agreement"), mean))
+    return total / len(states) / (norm or max(rows / len(states), 1)), dict(
+        zip(("kl", "overlap", "agreement"), mean)
+    )
 
 
 def _distance(student: Tensor, teacher: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -106,7 +123,7 @@ def _distance(student: Tensor, teacher: Tensor, target: Tensor, kind: str) -> tu
     log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
     p = log_p.exp()
     kl = (p * (log_p - log_q)).sum(-1)
-    overlap = torch.minimum(p, log_q.exp()).sum(-1)                                      # = 1 − TV(p, q)
+    overlap = torch.minimum(p, log_q.exp()).sum(-1)  # = 1 − TV(p, q)
     value = {"kl": kl, "tv": 1 - overlap, "ce": -log_q.gather(1, target.unsqueeze(1)).squeeze(1)}[kind].sum()
     agreement = (log_q.argmax(-1) == log_p.argmax(-1)).double()
     return value, torch.stack((kl.detach().double().sum(), overlap.detach().double().sum(), agreement.sum()))
@@ -126,7 +143,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Uniform numbers in [0, 1), float64, each a pure function of (key, position): a row's draws do not depend on who
     shares its batch, nor on how often it was interrupted."""
     x = _mix(_mix(keys) + positions * -7046029254386353131)
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0 ** -53
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:
@@ -138,7 +155,9 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
 
 def _checked(temperature: float) -> float:
     if not temperature >= 0:
-        raise ValueError(f"temperature = {temperature}: 0 is greedy, positive samples, nothing else is defined")
+        raise ValueError(
+            f"temperature = {temperature}: 0 is greedy, positive samples, nothing else is defined"
+        )
     return temperature
 
 
@@ -153,7 +172,9 @@ class Engine:
     sampling distribution, policy version, the expert ids with which it was computed (M3).
     """
 
-    def __init__(self, model: moe.Transformer, n_slots: int, capacity: int, stop: int, temperature: float = 1.0):
+    def __init__(
+        self, model: moe.Transformer, n_slots: int, capacity: int, stop: int, temperature: float = 1.0
+    ):
         c, device = model.config, next(model.parameters()).device
         self.model, self.stop, self.temperature, self.version = model, stop, _checked(temperature), 0
         self.cache = moe.Cache(c, n_slots, capacity, dtype=model.embed_tokens.weight.dtype, device=device)
@@ -164,10 +185,12 @@ class Engine:
         self.tokens, self.versions = zeros(capacity), zeros(capacity, dtype=torch.int32)
         self.logp, self.sampled = zeros(capacity, dtype=torch.float32), zeros(capacity, dtype=torch.bool)
         self.routes = zeros(capacity, c.n_moe_layers, c.n_experts_per_tok, dtype=torch.int16)
-        self.known, self.cached = zeros(), zeros()         # tokens in the window; of these, processed by the model
+        self.known, self.cached = zeros(), zeros()  # tokens in the window; of these, processed by the model
         self.limit, self.keys, self.live = zeros(), zeros(), zeros(dtype=torch.bool)
 
-    def force(self, slot: int, ids: list[int], limit: int, reset: bool = False, key: int | None = None) -> None:
+    def force(
+        self, slot: int, ids: list[int], limit: int, reset: bool = False, key: int | None = None
+    ) -> None:
         """Append tokens and make the slot live; its turn ends at the stop id or when the window holds `limit` tokens.
 
         reset: begin a new window. key: of the slot's random numbers (kept until given anew).
@@ -176,9 +199,13 @@ class Engine:
         if not ids:
             raise ValueError(f"slot {slot}: nothing to append; a turn begins with at least one forced token")
         if not n + len(ids) < limit <= self.tokens.shape[1]:
-            raise ValueError(f"slot {slot}: {n} + {len(ids)} tokens and a limit of {limit} do not fit {self.tokens.shape[1]}")
+            raise ValueError(
+                f"slot {slot}: {n} + {len(ids)} tokens and a limit of {limit} do not fit {self.tokens.shape[1]}"
+            )
         if not 0 <= min(ids) <= max(ids) < self.model.config.vocab_size:
-            raise ValueError(f"token ids {min(ids)} … {max(ids)} are outside the vocabulary of {self.model.config.vocab_size}")
+            raise ValueError(
+                f"token ids {min(ids)} … {max(ids)} are outside the vocabulary of {self.model.config.vocab_size}"
+            )
         if reset:
             self.cached[slot] = 0
             self.cache.lengths[slot] = 0
@@ -201,16 +228,18 @@ class Engine:
 
     def _advance(self, rows: Tensor, width: int) -> list[int]:
         """Process the unread tokens of `rows` (up to `width` each) and sample the next one."""
-        last = self.known[rows] - 1                                                      # [n] position of the newest token
+        last = self.known[rows] - 1  # [n] position of the newest token
         steps = torch.arange(width, device=rows.device)
-        positions = torch.minimum(self.cached[rows].unsqueeze(1) + steps, last.unsqueeze(1))     # padding repeats the newest
+        positions = torch.minimum(
+            self.cached[rows].unsqueeze(1) + steps, last.unsqueeze(1)
+        )  # padding repeats the newest
         every = len(rows) == len(self.known)
         ctx = self.model.context(positions, cache=self.cache, rows=None if every else rows, record=True)
-        hidden = self.model(self.tokens[rows.unsqueeze(1), positions], ctx)              # [n, width, D]
+        hidden = self.model(self.tokens[rows.unsqueeze(1), positions], ctx)  # [n, width, D]
         if ctx.routes:
             self.routes[rows.unsqueeze(1), positions] = torch.stack(ctx.routes, 2).to(torch.int16)
         at = last - self.cached[rows]
-        logits = self.model.lm_head(hidden[torch.arange(len(rows)), at]).float()         # [n, V]
+        logits = self.model.lm_head(hidden[torch.arange(len(rows)), at]).float()  # [n, V]
         chosen, logp = self._choose(logits, self.keys[rows], last + 1)
         self.cached[rows] = self.cache.lengths[rows] = last + 1
         self.tokens[rows, last + 1], self.logp[rows, last + 1] = chosen, logp
@@ -234,13 +263,25 @@ class Engine:
         """(ids, mask, logprobs, versions, routes [n, L_moe, K]) of a slot; −1 routes where a token was never an input."""
         n = int(self.known[slot])
         routes = self.routes[slot, :n].clone()
-        routes[int(self.cached[slot]):] = -1
-        return (self.tokens[slot, :n].tolist(), self.sampled[slot, :n].int().tolist(), self.logp[slot, :n].tolist(),
-                self.versions[slot, :n].tolist(), routes)
+        routes[int(self.cached[slot]) :] = -1
+        return (
+            self.tokens[slot, :n].tolist(),
+            self.sampled[slot, :n].int().tolist(),
+            self.logp[slot, :n].tolist(),
+            self.versions[slot, :n].tolist(),
+            routes,
+        )
 
 
-def generate(model: moe.Transformer, prompt: list[int], max_new: int, *, temperature: float = 0.0, stop: int = -1,
-             key: int = 0) -> list[int]:
+def generate(
+    model: moe.Transformer,
+    prompt: list[int],
+    max_new: int,
+    *,
+    temperature: float = 0.0,
+    stop: int = -1,
+    key: int = 0,
+) -> list[int]:
     """Plain decoding of one prompt; the stop id, if sampled, is the last token."""
     if max_new < 1:
         return []
@@ -248,7 +289,7 @@ def generate(model: moe.Transformer, prompt: list[int], max_new: int, *, tempera
     engine.force(0, prompt, len(prompt) + max_new, reset=True, key=key)
     while engine.live.any():
         engine.step()
-    return engine.window(0)[0][len(prompt):]
+    return engine.window(0)[0][len(prompt) :]
 
 
 # ---------------------------------------------------------------------------------------------------- speculative decoding
@@ -261,7 +302,7 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: float) -> tu
     the last row of p when all were accepted. The output is then distributed as p, whatever q is.
     """
     for i, d in enumerate(drafts.tolist()):
-        if u[i] * q[i, d] >= p[i, d]:                        # u ≥ p/q: reject
+        if u[i] * q[i, d] >= p[i, d]:  # u ≥ p/q: reject
             rest = (p[i] - q[i]).clamp(min=0)
             return i, int(draw(rest[None], torch.tensor([u_next], dtype=torch.float64)))
     return len(drafts), int(draw(p[-1:], torch.tensor([u_next], dtype=torch.float64)))
@@ -275,8 +316,16 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 
 @torch.no_grad()
-def speculative(model: moe.Transformer, mtp: MTP, prompt: list[int], max_new: int, *, temperature: float = 0.0,
-                stop: int = -1, key: int = 0) -> tuple[list[int], dict[str, float]]:
+def speculative(
+    model: moe.Transformer,
+    mtp: MTP,
+    prompt: list[int],
+    max_new: int,
+    *,
+    temperature: float = 0.0,
+    stop: int = -1,
+    key: int = 0,
+) -> tuple[list[int], dict[str, float]]:
     """Decode one prompt with one draft per round from the first MTP layer; greedy output equals plain decoding.
 
     A round: the layer drafts t_{n+1} from the model's state at n − 1 and the newest token t_n; one pass of the model reads [t_n, draft]
@@ -290,8 +339,8 @@ def speculative(model: moe.Transformer, mtp: MTP, prompt: list[int], max_new: in
     capacity = len(prompt) + max_new + 2
     cache, side = moe.Cache(c, 1, capacity, dtype=dtype), moe.Cache(c, 1, capacity, dtype=dtype)
     out, kept, rounds, forwards = [], 0, 0, 0
-    hidden = torch.zeros(1, 0, c.dim, dtype=dtype)           # the model's states from position `clean` on
-    clean, read, committed = 0, 0, list(prompt)              # MTP rows done; tokens in the model's cache; all tokens
+    hidden = torch.zeros(1, 0, c.dim, dtype=dtype)  # the model's states from position `clean` on
+    clean, read, committed = 0, 0, list(prompt)  # MTP rows done; tokens in the model's cache; all tokens
 
     def forward(ids: list[int], start: int) -> Tensor:
         positions = torch.arange(start, start + len(ids))[None]
@@ -301,21 +350,23 @@ def speculative(model: moe.Transformer, mtp: MTP, prompt: list[int], max_new: in
         return float(uniforms(torch.tensor([key * 4 + purpose]), torch.tensor([position]))[0])
 
     while len(out) < max_new and (not out or out[-1] != stop):
-        n = len(committed) - 1                               # position of the newest token, not yet read by the model
+        n = len(committed) - 1  # position of the newest token, not yet read by the model
         draft = q = None
-        if hidden.shape[1]:                                  # rows clean … n − 1: states and the token after each
+        if hidden.shape[1]:  # rows clean … n − 1: states and the token after each
             rows = hidden.shape[1]
             positions = torch.arange(clean, clean + rows)[None]
             ctx = model.context(positions, cache=side)
             layer = mtp.layers[0]
-            state = layer(hidden, model.embed_tokens(torch.tensor([committed[clean + 1:clean + rows + 1]])), ctx)
-            q = distribution(model.lm_head(state[:, -1]).float(), temperature)           # [1, V]
+            state = layer(
+                hidden, model.embed_tokens(torch.tensor([committed[clean + 1 : clean + rows + 1]])), ctx
+            )
+            q = distribution(model.lm_head(state[:, -1]).float(), temperature)  # [1, V]
             draft = draw(q, torch.tensor([u(n + 1, 1)], dtype=torch.float64))
             clean += rows
         ids = committed[read:] + ([int(draft)] if draft is not None else [])
         states = forward(ids, read)
         forwards += 1
-        judged = states[:, len(committed) - 1 - read:]                                   # rows n, n + 1
+        judged = states[:, len(committed) - 1 - read :]  # rows n, n + 1
         p = distribution(model.lm_head(judged[0]).float(), temperature)
         if draft is None:
             accepted, following = 0, int(draw(p[:1], torch.tensor([u(n + 1, 0)], dtype=torch.float64)))
@@ -324,14 +375,14 @@ def speculative(model: moe.Transformer, mtp: MTP, prompt: list[int], max_new: in
             kept, rounds = kept + accepted, rounds + 1
         new = ([int(draft)] if accepted else []) + [following]
         if stop in new:
-            new = new[:new.index(stop) + 1]
-        new = new[:max_new - len(out)]
+            new = new[: new.index(stop) + 1]
+        new = new[: max_new - len(out)]
         out, committed = out + new, committed + new
-        hidden = states[:, :n + 1 + accepted - read]         # states of committed tokens only
+        hidden = states[:, : n + 1 + accepted - read]  # states of committed tokens only
         read = n + 1 + accepted
-    return out, dict(acceptance=kept / max(rounds, 1), tokens_per_forward=len(out) / max(forwards, 1), rounds=rounds)
-
-
+    return out, dict(
+        acceptance=kept / max(rounds, 1), tokens_per_forward=len(out) / max(forwards, 1), rounds=rounds
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- demo
@@ -339,10 +390,27 @@ def speculative(model: moe.Transformer, mtp: MTP, prompt: list[int], max_new: in
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)                 # small products: a second thread would only wait
-    c = moe.Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-                   v_head_dim=8, ffn_dim=64, expert_dim=16, n_experts=4, n_experts_per_tok=2, rope_factor=1.0, init_std=0.0)
-    table = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).mul(2.5).softmax(-1)      # a language: one Markov chain
+    torch.set_num_threads(1)  # small products: a second thread would only wait
+    c = moe.Config(
+        vocab_size=64,
+        dim=32,
+        n_layers=2,
+        n_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        ffn_dim=64,
+        expert_dim=16,
+        n_experts=4,
+        n_experts_per_tok=2,
+        rope_factor=1.0,
+        init_std=0.0,
+    )
+    table = (
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).mul(2.5).softmax(-1)
+    )  # a language: one Markov chain
 
     def batch(seed: int, rows: int = 8, length: int = 32) -> Tensor:
         g = torch.Generator().manual_seed(seed)
@@ -362,7 +430,12 @@ def main() -> None:
     print("a model of 64 words, frozen; one MTP layer trained on it for 80 steps\n")
     print(f"{'loss':26} {'KL to head':>10}  {'acceptance':>10}  {'same token':>10}")
     best = None
-    for name, kind, shift in (("KL to the main head", "kl", 0), ("hard labels", "ce", 0), ("total variation", "tv", 0), ("KL, wrong row", "kl", 1)):
+    for name, kind, shift in (
+        ("KL to the main head", "kl", 0),
+        ("hard labels", "ce", 0),
+        ("total variation", "tv", 0),
+        ("KL, wrong row", "kl", 1),
+    ):
         layers = MTP(c)
         moe.initialise(layers, c, 1)
         optimizer = torch.optim.AdamW(layers.parameters(), 1e-2)
@@ -381,11 +454,16 @@ def main() -> None:
         best = best or layers
     prompts = [batch(5000 + i, 1, 8)[0].tolist() for i in range(8)]
     for temperature in (0.0, 1.0):
-        stats = [speculative(model, best, p, 24, temperature=temperature, key=i) for i, p in enumerate(prompts)]
+        stats = [
+            speculative(model, best, p, 24, temperature=temperature, key=i) for i, p in enumerate(prompts)
+        ]
         same = sum(generate(model, p, 24, temperature=0.0) == s[0] for p, s in zip(prompts, stats))
-        print(f"\ndrafting at temperature {temperature}: {sum(s[1]['acceptance'] for s in stats) / 8:.3f} accepted, "
-              f"{sum(s[1]['tokens_per_forward'] for s in stats) / 8:.2f} tokens per forward pass"
-              + (f", {same} of 8 outputs equal to plain decoding" if not temperature else ""), end="")
+        print(
+            f"\ndrafting at temperature {temperature}: {sum(s[1]['acceptance'] for s in stats) / 8:.3f} accepted, "
+            f"{sum(s[1]['tokens_per_forward'] for s in stats) / 8:.2f} tokens per forward pass"
+            + (f", {same} of 8 outputs equal to plain decoding" if not temperature else ""),
+            end="",
+        )
     print()
 
 

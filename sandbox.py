@@ -821,11 +821,12 @@ ENVIRONMENT = {"PATH": f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/t
 
 def build_root() -> None:
     """The root that all workspaces share, read-only: programs, libraries, this Python, three devices."""
-    base = "/proc"  # a folder that surely exists
-    mount("none", "/", "", REC | PRIVATE)
+    base = "/proc"  # a folder that surely exists; its descriptor was taken before
+    mount("none", "/", "", REC | PRIVATE)  # nothing from here on reaches the host's own tree of mounts
     mount("root", base, "tmpfs", NOSUID, "mode=755,size=1m")
     for name in ("usr", "dev", "etc", "tmp", ROOT[1:]):
         os.mkdir(f"{base}/{name}")
+    # paths stay what they are outside, so that the interpreter and its libraries need not notice the move
     tops = [f"{top}/{name}" for top in ("", "/usr") for name in ("bin", "sbin", "lib", "lib32", "lib64")]
     for path in (*tops, "/usr/libexec", "/etc/alternatives", PREFIX):
         if os.path.islink(path):
@@ -836,13 +837,16 @@ def build_root() -> None:
     for name in ("null", "zero", "urandom"):
         os.close(os.open(f"{base}/dev/{name}", os.O_CREAT | os.O_WRONLY))
         mount(f"/dev/{name}", f"{base}/dev/{name}", "", BIND)
+    # packages may hold anything, and a second standard library would undo `sealed`
     others = [f"/usr/lib/{name}" for name in os.listdir("/usr/lib") if name.startswith("python")]
     for path in [f"{LIBRARY}/{name}" for name in HIDDEN] + [path for path in others if path != LIBRARY]:
         if os.path.isdir(base + path):
             hide(base + path)
     os.chdir(base)
+    # mount(2) with a remount flag would leave the mounts below writable
     attributes = struct.pack("QQQQ", RDONLY | NOSUID, 0, 0, 0)
     libc("mount_setattr", "syscall", 442, -100, b".", 0x8000, attributes, 32)  # 0x8000: and all mounts below
+    # not chroot: there one cannot make user namespaces. The old root ends up over the new one, and is let go
     libc("pivot_root", "syscall", {"x86_64": 155, "aarch64": 41}[platform.machine()], b".", b".")
     libc("umount2 of the old root", "umount2", b".", 2)  # 2: detach
     os.chdir("/")
@@ -871,7 +875,7 @@ def become_zygote(control: socket.socket) -> tuple[int, int, bool]:
     own_pids = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
     socket.sethostname("workspace")
     build_root()
-    if root:
+    if root:  # the user is changed only in each child: this process still needs its rights for namespaces
         os.setgroups([])
         os.setresgid(SPARE_UID, SPARE_UID, SPARE_UID)
     libc("prctl", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # last, as a change of user or group clears it
@@ -904,7 +908,7 @@ def zygote(control_fd: int) -> None:
                 control.close()
                 os.close(own_pids)
                 enter(fds[0], proc, root, limits, sealed, program)
-            handle = os.pidfd_open(child)
+            handle = os.pidfd_open(child)  # unlike its number, this never comes to mean another process
             socket.send_fds(control, [b"[]"], [handle])
             os.close(handle)
         except OSError as error:
@@ -938,7 +942,9 @@ def fork_into_pids(own_pids: int) -> int:
 
 
 def enter_namespaces(proc: int, root: bool, limits: Limits) -> None:
-    """A user and a mount namespace of its own, with two empty folders to write in."""
+    """A user and a mount namespace of its own, with two empty folders to write in. The user namespace gives
+    the right to mount, and in each one RLIMIT_NPROC counts anew. Network, IPC and host name are the zygote's
+    for all workspaces: the filter leaves them no call by which to meet there."""
     if root:
         os.setresuid(SPARE_UID, SPARE_UID, SPARE_UID)
         libc("prctl", "prctl", DUMPABLE, 1, 0, 0, 0)  # setresuid cleared it, and then root owns self/uid_map
@@ -960,7 +966,7 @@ def enter(sock: int, proc: int, root: bool, limits: Limits, sealed: list[str], p
         for what, most in (("NPROC", limits.processes), ("AS", limits.memory), ("NOFILE", limits.open_files),
                            ("FSIZE", limits.file_size), ("MEMLOCK", 0), ("MSGQUEUE", 0)):  # fmt: skip
             resource.setrlimit(getattr(resource, "RLIMIT_" + what), (most, most))
-        # no capability now, none to be had through a program file, and the filter
+        # last, as all before needs rights: no capability now, none through a program file, then the filter
         libc("capset", "capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
         libc("no_new_privs", "prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
         where = struct.pack("HxxxxxxQ", (len(program) - 1) // 8, ctypes.addressof(program))
@@ -1045,27 +1051,29 @@ class Server:
                 os.chmod(path, stat.S_IMODE(mode) | need)
                 lent.append((path, mode))
 
-        while pending:
-            here = pending.pop()
-            mode = os.lstat(here or ".").st_mode
-            lend(here or ".", mode, 0o700)
-            inside = [posixpath.join(here, name) for name in os.listdir(here or ".")]
-            if here and (not inside or mode != stat.S_IFDIR | 0o755):
-                files[here] = File(b"", mode)
-            for path in inside:
-                info = os.lstat(path)
-                size, names = size + info.st_size, names + len(path)
-                if size > self.limits.disk + (1 << 20) or names > MOST_HEADER // 8:
-                    raise TooBig
-                if stat.S_ISDIR(info.st_mode):
-                    pending.append(path)
-                elif stat.S_ISLNK(info.st_mode):
-                    files[path] = File(os.fsencode(os.readlink(path)), info.st_mode)
-                elif stat.S_ISREG(info.st_mode):
-                    lend(path, info.st_mode, 0o400)
-                    files[path] = File(self.store.load(path)[0], info.st_mode)
-        for path, mode in reversed(lent):
-            os.chmod(path, stat.S_IMODE(mode))
+        try:
+            while pending:
+                here = pending.pop()
+                mode = os.lstat(here or ".").st_mode
+                lend(here or ".", mode, 0o700)
+                inside = [posixpath.join(here, name) for name in os.listdir(here or ".")]
+                if here and (not inside or mode != stat.S_IFDIR | 0o755):  # others follow from the files
+                    files[here] = File(b"", mode)
+                for path in inside:
+                    info = os.lstat(path)
+                    size, names = size + info.st_size, names + len(path)
+                    if size > self.limits.disk + (1 << 20) or names > MOST_HEADER // 8:
+                        raise TooBig  # sparse files and hard links take no room here, but would out there
+                    if stat.S_ISDIR(info.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISLNK(info.st_mode):
+                        files[path] = File(os.fsencode(os.readlink(path)), info.st_mode)
+                    elif stat.S_ISREG(info.st_mode):
+                        lend(path, info.st_mode, 0o400)
+                        files[path] = File(self.store.load(path)[0], info.st_mode)
+        finally:
+            for path, mode in reversed(lent):
+                os.chmod(path, stat.S_IMODE(mode))
         return Snapshot(sorted(files.items()))
 
     def do_snapshot(self, _: bytes) -> tuple[list, bytes]:
@@ -1144,7 +1152,7 @@ class Server:
             if reader in ready and watch not in ready and not read():
                 poll.unregister(reader)
         code = os.waitstatus_to_exitcode(kill_all(pid))
-        while read():
+        while read():  # nobody is left to write, so this ends
             pass
         os.close(reader)
         os.close(watch)
@@ -1163,7 +1171,7 @@ def kill_all(pid: int) -> int:
         except ProcessLookupError:
             pass
         try:
-            found, code = os.waitpid(-1, 0)
+            found, code = os.waitpid(-1, 0)  # orphans too: they are given to PID 1
         except ChildProcessError:
             return status
         status = code if found == pid else status
@@ -1197,7 +1205,7 @@ class Zygote:
             raise SandboxUnavailable(f"{sys.platform} on {platform.machine()}", errno.ENOSYS)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(60)
-        self.lock, null = allocate_lock(), subprocess.DEVNULL
+        self.lock, self.waiting, null = allocate_lock(), True, subprocess.DEVNULL
         line = alone(f"zygote({theirs.fileno()})")
         with theirs:
             self.process = subprocess.Popen(
@@ -1211,6 +1219,7 @@ class Zygote:
         """Wait for the zygote; the descriptors that it sent."""
         try:
             message, fds = receive_fds(self.control)
+            self.waiting = False
         except OSError:
             message = b""
         if not message:
@@ -1227,6 +1236,10 @@ class Zygote:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, timeout)
         with ours, theirs, self.lock:
+            if self.waiting:  # Ctrl-C came between an order and its answer: out of step from now on
+                self.close()
+                raise SandboxDied("the zygote was interrupted")
+            self.waiting = True
             socket.send_fds(self.control, [write_order(limits, sealed)], [theirs.fileno()])
             handles = self.answer()
             if not handles:  # the kernel drops a descriptor for which this process has no number left

@@ -25,7 +25,8 @@ state is the task and the number of summaries; plans and to-dos are what the mod
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Protocol as Interface, Sequence
+from typing import Callable, NamedTuple, Sequence
+from typing import Protocol as Interface
 
 STRUCTURE = ("pad", "document", "user", "assistant", "call", "arg", "end", "obs", "summary")
 

@@ -33,6 +33,7 @@ Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the st
 Differences from the report: every number of the toy; one machine; the MTP loss is taken on every `mtp_every`-th step. Not here yet:
 torch.distributed inside a service, `--plan`, an evaluator process beside the run, Figure 2.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -72,22 +73,25 @@ STAGES = ("pretrain", "mtp", "long", "sft", "rl", "eval")
 @dataclass(frozen=True)
 class Config:
     """A run. Sections are the dataclasses of the files that they belong to."""
+
     seed: int = 0
     device: str = "cpu"
-    threads: int = 2                   # of this process; RL uses one here and one in the sampler
-    data: str = ""                     # a folder of source code; empty: the installed standard library
-    heldout: str = "asyncio"           # packages held out, by comma
-    heldout_bytes: int = 60_000        # how much of them is scored
-    window_bpb: int = 256              # context of that score, tokens
+    threads: int = 2  # of this process; RL uses one here and one in the sampler
+    data: str = ""  # a folder of source code; empty: the installed standard library
+    heldout: str = "asyncio"  # packages held out, by comma
+    heldout_bytes: int = 60_000  # how much of them is scored
+    window_bpb: int = 256  # context of that score, tokens
     n_mtp: int = 1
-    sft_accuracy: float = 0.3          # share of right choices in the last demonstrations
-    sft_careful: float = 0.72          # share of the phase in which every demonstration is right
-    sft_code: int = 12                 # every n-th sample of the phase is a piece of code, so that it is not forgotten; 0: none
+    sft_accuracy: float = 0.3  # share of right choices in the last demonstrations
+    sft_careful: float = 0.72  # share of the phase in which every demonstration is right
+    sft_code: int = (
+        12  # every n-th sample of the phase is a piece of code, so that it is not forgotten; 0: none
+    )
     weight_decay: float = 0.05
-    eval_tasks: int = 24               # per family
+    eval_tasks: int = 24  # per family
     eval_samples: int = 8
-    control_tasks: int = 16            # of the summary family, for blanked and scrambled summaries
-    checkpoint_s: float = 30.0         # seconds between checkpoints inside a stage
+    control_tasks: int = 16  # of the summary family, for blanked and scrambled summaries
+    checkpoint_s: float = 30.0  # seconds between checkpoints inside a stage
     model: moe.Config = field(default_factory=moe.Config)
     window: WindowConfig = field(default_factory=WindowConfig)
     grpo: grpo.GRPOConfig = field(default_factory=grpo.GRPOConfig)
@@ -100,20 +104,62 @@ class Config:
 
 SIZES: dict[str, dict] = {
     "toy": dict(
-        model=dict(vocab_size=272, dim=128, n_layers=4, n_heads=4, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=16,
-                   qk_rope_head_dim=16, v_head_dim=32, ffn_dim=256, expert_dim=64, n_experts=8, n_experts_per_tok=2,
-                   route_scale=1.0, rope_theta=10_000.0, rope_factor=4.0, rope_original_len=256, init_std=0.0, positional_heads=3),
+        model=dict(
+            vocab_size=272,
+            dim=128,
+            n_layers=4,
+            n_heads=4,
+            q_lora_rank=64,
+            kv_lora_rank=64,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            ffn_dim=256,
+            expert_dim=64,
+            n_experts=8,
+            n_experts_per_tok=2,
+            route_scale=1.0,
+            rope_theta=10_000.0,
+            rope_factor=4.0,
+            rope_original_len=256,
+            init_std=0.0,
+            positional_heads=3,
+        ),
         pretrain=dict(length=256, rows=10, steps=160, lr=3e-3, warmup=20),
         mtp=dict(length=256, rows=10, steps=50, lr=3e-3, warmup=5),
-        long=dict(length=1024, rows=3, steps=60, lr=2e-3, lr_start=3e-3, warmup=5, mtp_every=4,
-                  mix={"code": 0.5, "track": 0.5}),
-        sft=dict(length=224, rows=10, steps=700, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4)),
+        long=dict(
+            length=1024,
+            rows=3,
+            steps=60,
+            lr=2e-3,
+            lr_start=3e-3,
+            warmup=5,
+            mtp_every=4,
+            mix={"code": 0.5, "track": 0.5},
+        ),
+        sft=dict(length=224, rows=10, steps=700, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4),
+    ),
     "full": dict(device="cuda"),
 }
 
-SMOKE = ("pretrain.steps=6", "mtp.steps=4", "long.steps=3", "sft.steps=8", "grpo.steps=2", "grpo.groups=2", "grpo.group_size=4",
-         "grpo.slots=16", "eval_tasks=1", "eval_samples=2", "control_tasks=1", "heldout_bytes=3000", "pretrain.warmup=2",
-         "sft.warmup=2", "mtp.warmup=1", "long.warmup=1")
+SMOKE = (
+    "pretrain.steps=6",
+    "mtp.steps=4",
+    "long.steps=3",
+    "sft.steps=8",
+    "grpo.steps=2",
+    "grpo.groups=2",
+    "grpo.group_size=4",
+    "grpo.slots=16",
+    "eval_tasks=1",
+    "eval_samples=2",
+    "control_tasks=1",
+    "heldout_bytes=3000",
+    "pretrain.warmup=2",
+    "sft.warmup=2",
+    "mtp.warmup=1",
+    "long.warmup=1",
+)
 
 
 class Refused(Exception):
@@ -145,9 +191,16 @@ def parse_value(key: str, text: str, kind: object) -> object:
 def find_key(key: str) -> tuple[str, str, object]:
     """(section, field, type) of a dotted key; the section is "" for a field of the run itself."""
     top = typing.get_type_hints(Config)
-    known = {(f"{section}.{f.name}" if section else f.name): (section, f.name, typing.get_type_hints(owner)[f.name])
-             for section, owner in [("", Config), *((n, t) for n, t in top.items() if dataclasses.is_dataclass(t))]
-             for f in dataclasses.fields(owner) if not dataclasses.is_dataclass(top.get(f.name)) or section}
+    known = {
+        (f"{section}.{f.name}" if section else f.name): (
+            section,
+            f.name,
+            typing.get_type_hints(owner)[f.name],
+        )
+        for section, owner in [("", Config), *((n, t) for n, t in top.items() if dataclasses.is_dataclass(t))]
+        for f in dataclasses.fields(owner)
+        if not dataclasses.is_dataclass(top.get(f.name)) or section
+    }
     if key not in known:
         raise Refused(f"--set {key}: there is no such key; {nearest(key, list(known))}")
     return known[key]
@@ -187,6 +240,7 @@ def config_from(plain: dict) -> Config:
             return tuple(value) if isinstance(value, list) else value
         hints = typing.get_type_hints(kind)
         return kind(**{k: one(hints[k], v) for k, v in value.items()})
+
     return Config(**{k: one(kinds[k], v) for k, v in plain.items()})
 
 
@@ -249,15 +303,19 @@ class Run:
 
     def log(self, stage: str, step: int, **values: object) -> None:
         keep = {k: v for k, v in values.items() if k != "sample_ids"}
-        line = json.dumps(dict(stage=stage, step=step, wall_s=round(time.perf_counter() - self.began, 2), **keep))
+        line = json.dumps(
+            dict(stage=stage, step=step, wall_s=round(time.perf_counter() - self.began, 2), **keep)
+        )
         with open(self.out / "metrics.jsonl", "a") as f:
             f.write(line + "\n")
 
     def checkpoint(self, name: str, **extra: object) -> None:
         """Weights of model and MTP layers with whatever a stage needs to go on; replaces the one of the same name."""
         (self.out / "checkpoints").mkdir(exist_ok=True)
-        grpo.write_file(self.out / "checkpoints" / f"{name}.pt",
-                        dict(model=self.model.state_dict(), mtp=self.layers.state_dict(), **extra))
+        grpo.write_file(
+            self.out / "checkpoints" / f"{name}.pt",
+            dict(model=self.model.state_dict(), mtp=self.layers.state_dict(), **extra),
+        )
 
     def load(self, name: str) -> dict | None:
         """Load a checkpoint's weights; None where there is none, or where it is damaged (said in one line)."""
@@ -277,15 +335,28 @@ class Run:
 def bar(iterable: Iterator | None = None, **options: object) -> tqdm:
     """A progress bar on a terminal; in a log file one line every 30 seconds."""
     quiet = not sys.stderr.isatty()
-    return tqdm(iterable, mininterval=30 if quiet else 0.5, maxinterval=30 if quiet else 10, dynamic_ncols=True,
-                ascii=quiet, leave=True, **options)
+    return tqdm(
+        iterable,
+        mininterval=30 if quiet else 0.5,
+        maxinterval=30 if quiet else 10,
+        dynamic_ncols=True,
+        ascii=quiet,
+        leave=True,
+        **options,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ training phases
 
 
-def train(run: Run, stage: str, phase: Phase, batches: Callable[[pretrain.Cursor], Iterator], modules: list,
-          at: Callable[[int], None] = lambda step: None) -> None:
+def train(
+    run: Run,
+    stage: str,
+    phase: Phase,
+    batches: Callable[[pretrain.Cursor], Iterator],
+    modules: list,
+    at: Callable[[int], None] = lambda step: None,
+) -> None:
     """Run one phase with bar, log and checkpoints; goes on from its own checkpoint when there is one."""
     optimizer = pretrain.make_optimizer(modules, phase.lr, run.config.weight_decay)
     cursor, saved = pretrain.Cursor(), run.load(f"{stage}-part")
@@ -302,12 +373,16 @@ def train(run: Run, stage: str, phase: Phase, batches: Callable[[pretrain.Cursor
             progress.set_postfix(refresh=False, **shown, tok_s=f"{m['tokens'] / m['seconds']:.0f}")
             progress.update()
             if time.perf_counter() - last > run.config.checkpoint_s:
-                run.checkpoint(f"{stage}-part", optimizer=optimizer.state_dict(), cursor=dataclasses.asdict(cursor))
+                run.checkpoint(
+                    f"{stage}-part", optimizer=optimizer.state_dict(), cursor=dataclasses.asdict(cursor)
+                )
                 last = time.perf_counter()
 
 
 def corpus_of(run: Run) -> pretrain.Corpus:
-    return pretrain.Corpus.load(run.config.data or None, pretrain.Bytes(), tuple(run.config.heldout.split(",")))
+    return pretrain.Corpus.load(
+        run.config.data or None, pretrain.Bytes(), tuple(run.config.heldout.split(","))
+    )
 
 
 def bits_per_byte(run: Run, corpus: pretrain.Corpus, when: str) -> float:
@@ -331,9 +406,16 @@ def stage_pretrain(run: Run) -> None:
 
     def cut(step: int) -> None:
         if step == max(c.pretrain.steps // 2, 1):
-            run.checkpoint("mid")                # the mid-run checkpoint on which the MTP layers are trained (T2)
+            run.checkpoint("mid")  # the mid-run checkpoint on which the MTP layers are trained (T2)
 
-    train(run, "pretrain", c.pretrain, lambda cursor: pretrain.code_batches(corpus, c.pretrain, cursor, c.seed), [run.model], cut)
+    train(
+        run,
+        "pretrain",
+        c.pretrain,
+        lambda cursor: pretrain.code_batches(corpus, c.pretrain, cursor, c.seed),
+        [run.model],
+        cut,
+    )
     bits_per_byte(run, corpus, "pretrain")
 
 
@@ -343,13 +425,25 @@ def stage_mtp(run: Run) -> None:
     final = {k: v.clone() for k, v in run.model.state_dict().items()}
     if not (run.out / "checkpoints" / "mtp-part.pt").exists() and run.load("mid") is None:
         print("mtp: no mid-run checkpoint, the layers learn on the final model")
-    train(run, "mtp", c.mtp, lambda cursor: pretrain.code_batches(corpus, c.mtp, cursor, c.seed + 1), [run.layers])
+    train(
+        run,
+        "mtp",
+        c.mtp,
+        lambda cursor: pretrain.code_batches(corpus, c.mtp, cursor, c.seed + 1),
+        [run.layers],
+    )
     run.model.load_state_dict(final)
 
 
 def stage_long(run: Run) -> None:
     c, corpus = run.config, corpus_of(run)
-    train(run, "long", c.long, lambda cursor: pretrain.code_batches(corpus, c.long, cursor, c.seed + 2), [run.model, run.layers])
+    train(
+        run,
+        "long",
+        c.long,
+        lambda cursor: pretrain.code_batches(corpus, c.long, cursor, c.seed + 2),
+        [run.model, run.layers],
+    )
     bits_per_byte(run, corpus, "long")
 
 
@@ -360,12 +454,12 @@ def demonstrations(run: Run, corpus: pretrain.Corpus, first: int) -> Iterator[tu
     learns how, and then the habits that RL is to change.
     """
     c, families = run.config, list(bench.FAMILIES)
-    per_step, sample, index = c.sft.rows * c.sft.length / 95, 0, 0       # about 95 tokens a segment
+    per_step, sample, index = c.sft.rows * c.sft.length / 95, 0, 0  # about 95 tokens a segment
     while True:
         if c.sft_code and index % c.sft_code == 0:
             if sample >= first:
                 (ids, _), *_ = corpus.row(index // c.sft_code, c.sft.length, c.seed + 3)
-                yield ids.tolist(), [1] * len(ids)
+                yield ids[:48].tolist(), [1] * len(ids[:48])  # short: code must not outweigh the turns
             sample += 1
         careful = sample < c.sft_careful * c.sft.steps * per_step
         task = bench.task(families[index % len(families)], "train", index, c.seed)
@@ -378,8 +472,15 @@ def demonstrations(run: Run, corpus: pretrain.Corpus, first: int) -> Iterator[tu
 
 def stage_sft(run: Run) -> None:
     c, corpus = run.config, corpus_of(run)
-    train(run, "sft", c.sft, lambda cursor: pretrain.pack(demonstrations(run, corpus, cursor.sample), c.sft.length, c.sft.rows, cursor.sample),
-          [run.model, run.layers])
+    train(
+        run,
+        "sft",
+        c.sft,
+        lambda cursor: pretrain.pack(
+            demonstrations(run, corpus, cursor.sample), c.sft.length, c.sft.rows, cursor.sample
+        ),
+        [run.model, run.layers],
+    )
     bits_per_byte(run, corpus, "sft")
 
 
@@ -391,11 +492,15 @@ def world_of() -> grpo.World:
     return grpo.World(lambda t: bench.open_workspace(environment, t), bench.grade)
 
 
-def evaluate(run: Run, tasks: list, samples: int, name: str, summariser: Callable[[str], str] | None = None) -> list[Rollout]:
+def evaluate(
+    run: Run, tasks: list, samples: int, name: str, summariser: Callable[[str], str] | None = None
+) -> list[Rollout]:
     """Sampled rollouts of the run's model on held-out tasks."""
     c = run.config
     run.model.eval()
-    sampler = grpo.Sampler(run.model, run.protocol, c.window, world_of(), c.grpo.slots, c.grpo.temperature, c.seed, summariser)
+    sampler = grpo.Sampler(
+        run.model, run.protocol, c.window, world_of(), c.grpo.slots, c.grpo.temperature, c.seed, summariser
+    )
     jobs = ((t, g) for t in tasks for g in range(samples))
     done, solved = [], 0.0
     with torch.no_grad(), bar(total=len(tasks) * samples, desc=name, unit="rollout") as progress:
@@ -422,36 +527,56 @@ def scored(run: Run, name: str, version: int) -> None:
     for r in rollouts:
         if r.family not in shown or r.reward > shown[r.family].reward:
             shown[r.family] = r
-    (run.out / "eval" / f"{version}.txt").write_text("\n\n".join(bench.transcript(r, run.protocol) for r in shown.values()) + "\n",
-                                                          errors="backslashreplace")
+    (run.out / "eval" / f"{version}.txt").write_text(
+        "\n\n".join(bench.transcript(r, run.protocol) for r in shown.values()) + "\n",
+        errors="backslashreplace",
+    )
 
 
 def start_sampler(run: Run) -> subprocess.Popen:
     """The sampling service as a process of its own, with a thread of its own."""
-    return subprocess.Popen([sys.executable, os.path.abspath(__file__), "--role", "sampler", "--out", str(run.out), "--size", run.size],
-                            stdout=open(run.out / "sampler.log", "a"), stderr=subprocess.STDOUT,
-                            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+    return subprocess.Popen(
+        [
+            sys.executable,
+            os.path.abspath(__file__),
+            "--role",
+            "sampler",
+            "--out",
+            str(run.out),
+            "--size",
+            run.size,
+        ],
+        stdout=open(run.out / "sampler.log", "a"),
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+    )
 
 
 def stage_rl(run: Run) -> None:
     """The trainer's side of RL: collect, step, publish, now and then checkpoint. A sampler that dies is started anew (I3)."""
     c = run.config
     if not (run.out / "checkpoints" / "rl-part.pt").exists():
-        run.checkpoint("reference")              # π_ref: the model before RL
+        run.checkpoint("reference")  # π_ref: the model before RL
     torch.set_num_threads(1)
-    trainer = grpo.Trainer(run.model, lambda ps: torch.optim.AdamW(ps, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True),
-                           c.grpo, run.out)
+    trainer = grpo.Trainer(
+        run.model,
+        lambda ps: torch.optim.AdamW(ps, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True),
+        c.grpo,
+        run.out,
+    )
     if saved := run.load("rl-part"):
         trainer.load(saved["trainer"])
     elif list((run.out / "weights").glob("*.*")):
         for path in (run.out / "weights").glob("*.*"):
-            path.unlink()                        # of an attempt that never reached a checkpoint
+            path.unlink()  # of an attempt that never reached a checkpoint
     trainer.publish()
     process = [start_sampler(run)]
 
     def alive() -> None:
         if process[0].poll() is not None:
-            print(f"rl: the sampler ended with code {process[0].returncode} (see {run.out / 'sampler.log'}); starting another")
+            print(
+                f"rl: the sampler ended with code {process[0].returncode} (see {run.out / 'sampler.log'}); starting another"
+            )
             process[0] = start_sampler(run)
             time.sleep(1.0)
 
@@ -473,9 +598,21 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
             families: dict[str, list[float]] = {}
             for g in groups:
                 families.setdefault(g[0].family, []).extend(r.reward for r in g)
-            run.log("rl", trainer.version, wait_s=round(waited, 3), **metrics, families={f: sum(r) / len(r) for f, r in families.items()})
-            progress.set_postfix(refresh=False, reward=f"{metrics['reward']:.3f}", kl=f"{metrics['kl']:.1f}", lag=f"{metrics['lag']:.1f}",
-                                 entropy=f"{metrics['entropy']:.3f}", wait=f"{waited:.1f}s")
+            run.log(
+                "rl",
+                trainer.version,
+                wait_s=round(waited, 3),
+                **metrics,
+                families={f: sum(r) / len(r) for f, r in families.items()},
+            )
+            progress.set_postfix(
+                refresh=False,
+                reward=f"{metrics['reward']:.3f}",
+                kl=f"{metrics['kl']:.1f}",
+                lag=f"{metrics['lag']:.1f}",
+                entropy=f"{metrics['entropy']:.3f}",
+                wait=f"{waited:.1f}s",
+            )
             progress.update()
             if time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps:
                 run.checkpoint("rl-part", trainer=trainer.state())
@@ -494,9 +631,20 @@ def sampler_role(out: Path) -> None:
     reference.load_state_dict(run.model.state_dict())
     parent = os.getppid()
     with torch.no_grad():
-        grpo.sampler_loop(run.model.eval(), reference.eval(), run.protocol, c.window, world_of(), c.grpo, c.penalty, out,
-                          lambda family, index: bench.task(family, "train", 10_000_000 + index, c.seed), list(bench.FAMILIES),
-                          c.seed, lambda: os.getppid() == parent)
+        grpo.sampler_loop(
+            run.model.eval(),
+            reference.eval(),
+            run.protocol,
+            c.window,
+            world_of(),
+            c.grpo,
+            c.penalty,
+            out,
+            lambda family, index: bench.task(family, "train", 10_000_000 + index, c.seed),
+            list(bench.FAMILIES),
+            c.seed,
+            lambda: os.getppid() == parent,
+        )
 
 
 def acceptance(run: Run) -> dict[str, float]:
@@ -505,7 +653,9 @@ def acceptance(run: Run) -> dict[str, float]:
     for t in bench.suite("heldout", 1, run.config.seed):
         prompt = bench.demonstrate(t, run.protocol, run.config.window, 1.0)[0]
         first = prompt.mask.index(1)
-        _, stats = mtp.speculative(run.model.eval(), run.layers.eval(), prompt.ids[:first], 24, stop=run.protocol.end)
+        _, stats = mtp.speculative(
+            run.model.eval(), run.layers.eval(), prompt.ids[:first], 24, stop=run.protocol.end
+        )
         accepted.append(stats["acceptance"])
         per_forward.append(stats["tokens_per_forward"])
     n = len(accepted)
@@ -521,7 +671,9 @@ def stage_eval(run: Run) -> None:
     scramble = str.maketrans("0123456789", "7305928164")
     controls = {"own": None, "blanked": lambda text: "", "scrambled": lambda text: text.translate(scramble)}
     run.results["summary_control"] = {
-        name: round(bench.score(evaluate(run, pins, c.eval_samples, f"pin, {name}", f), 1)["mean"], 4) for name, f in controls.items()}
+        name: round(bench.score(evaluate(run, pins, c.eval_samples, f"pin, {name}", f), 1)["mean"], 4)
+        for name, f in controls.items()
+    }
 
 
 def before_rl(run: Run) -> None:
@@ -529,8 +681,14 @@ def before_rl(run: Run) -> None:
         scored(run, "before_rl", 0)
 
 
-RUNNERS: dict[str, Callable[[Run], None]] = dict(pretrain=stage_pretrain, mtp=stage_mtp, long=stage_long, sft=stage_sft,
-                                                 rl=lambda run: (before_rl(run), stage_rl(run)), eval=stage_eval)
+RUNNERS: dict[str, Callable[[Run], None]] = dict(
+    pretrain=stage_pretrain,
+    mtp=stage_mtp,
+    long=stage_long,
+    sft=stage_sft,
+    rl=lambda run: (before_rl(run), stage_rl(run)),
+    eval=stage_eval,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ the program
@@ -546,18 +704,37 @@ def report(run: Run) -> dict:
     before, after = r.get("before_rl"), r.get("after_rl")
     if before and after:
         k = next(key for key in after if key.startswith("best_of"))
-        print(f"\n{'held-out tasks':15} {'mean before':>11} {'after RL':>9}   {k + ' before':>17} {'after RL':>9}")
+        print(
+            f"\n{'held-out tasks':15} {'mean before':>11} {'after RL':>9}   {k + ' before':>17} {'after RL':>9}"
+        )
         for f, b in [*before["families"].items(), ("all", before)]:
             a = after if f == "all" else after["families"][f]
             print(f"{f:15} {b['mean']:11.3f} {a['mean']:9.3f}   {b[k]:17.3f} {a[k]:9.3f}")
-        print("".join(f"\n{n} per rollout: {before[n]:.1f} before, {after[n]:.1f} after" for n in ("tokens", "turns", "calls")))
+        print(
+            "".join(
+                f"\n{n} per rollout: {before[n]:.1f} before, {after[n]:.1f} after"
+                for n in ("tokens", "turns", "calls")
+            )
+        )
         control = r["summary_control"]
-        print("pin with its own summaries {own:.3f}, blanked {blanked:.3f}, scrambled {scrambled:.3f}".format(**control))
-        print(f"MTP: {r['mtp_acceptance']:.3f} of drafts accepted, {r['tokens_per_forward']:.2f} tokens per forward pass")
+        print(
+            "pin with its own summaries {own:.3f}, blanked {blanked:.3f}, scrambled {scrambled:.3f}".format(
+                **control
+            )
+        )
+        print(
+            f"MTP: {r['mtp_acceptance']:.3f} of drafts accepted, {r['tokens_per_forward']:.2f} tokens per forward pass"
+        )
     keep = ("heldout_bpb", "mtp_acceptance", "tokens_per_forward", "before_rl", "after_rl", "summary_control")
-    line = dict(wall_s=round(run.state["wall_s"], 1), peak_rss_gb=round(r.get("peak_rss", 0) / 2 ** 30, 3), **{k: r[k] for k in keep if k in r})
+    line = dict(
+        wall_s=round(run.state["wall_s"], 1),
+        peak_rss_gb=round(r.get("peak_rss", 0) / 2**30, 3),
+        **{k: r[k] for k in keep if k in r},
+    )
     if before and after:
-        line["families"] = {f: dict(before=before["families"][f], after=after["families"][f]) for f in after["families"]}
+        line["families"] = {
+            f: dict(before=before["families"][f], after=after["families"][f]) for f in after["families"]
+        }
     return line
 
 
@@ -577,10 +754,14 @@ def open_run(args: argparse.Namespace, config: Config) -> Run:
     if path.exists():
         found = json.loads(path.read_text())
         if found["config"] != json.loads(json.dumps(run.state["config"])):
-            raise Refused(f"--out {out} holds a run of another configuration: name another folder, or repeat that run's options")
+            raise Refused(
+                f"--out {out} holds a run of another configuration: name another folder, or repeat that run's options"
+            )
         if not args.resume:
             finished = set(STAGES) <= set(found["done"])
-            raise Refused(f"--out {out} holds {'a finished run: see its metrics.jsonl, or name another folder' if finished else 'an unfinished run: add --resume'}")
+            raise Refused(
+                f"--out {out} holds {'a finished run: see its metrics.jsonl, or name another folder' if finished else 'an unfinished run: add --resume'}"
+            )
         run.state = found
     elif any(out.iterdir()):
         raise Refused(f"--out {out} is not empty and holds no run: name another folder")
@@ -601,7 +782,9 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         print(f"── {stage}", flush=True)
         RUNNERS[stage](run)
         spent = time.perf_counter() - began
-        run.results.setdefault("stage_s", {})[stage] = round(run.results.get("stage_s", {}).get(stage, 0) + spent, 1)
+        run.results.setdefault("stage_s", {})[stage] = round(
+            run.results.get("stage_s", {}).get(stage, 0) + spent, 1
+        )
         run.results["peak_rss"] = max(run.results.get("peak_rss", 0), run.memory.peak)
         run.state["wall_s"] += spent
         run.checkpoint(stage)
@@ -612,17 +795,25 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Any field of the configuration can be set with --set; "
-                                "an unknown key names the nearest one.")
+    p = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="Any field of the configuration can be set with --set; an unknown key names the nearest one.",
+    )
     p.add_argument("--size", default="toy", help="toy (two CPU cores) or full (Kimi K2.5's numbers)")
     p.add_argument("--out", help="folder of the run (default runs/<size>)")
     p.add_argument("--seed", type=int, help="seed of everything random (default 0)")
     p.add_argument("--device", help="cpu or cuda")
     p.add_argument("--stages", default=",".join(STAGES), help="stages to run, by comma (default: all)")
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, e.g. grpo.group_size=16")
-    p.add_argument("--smoke", action="store_true", help="shrink every stage to seconds: a check that everything runs")
-    p.add_argument("--role", default="trainer", choices=("trainer", "sampler"), help="which service this process is")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, e.g. grpo.group_size=16"
+    )
+    p.add_argument(
+        "--smoke", action="store_true", help="shrink every stage to seconds: a check that everything runs"
+    )
+    p.add_argument(
+        "--role", default="trainer", choices=("trainer", "sampler"), help="which service this process is"
+    )
     return p
 
 
@@ -635,26 +826,38 @@ def main() -> None:
         for s in stages:
             if s not in STAGES:
                 raise Refused(f"--stages {s}: there is no such stage; {nearest(s, list(STAGES))}")
-        config = build_config(args.size, [*(SMOKE if args.smoke else ()), *args.set], seed=args.seed, device=args.device)
+        config = build_config(
+            args.size, [*(SMOKE if args.smoke else ()), *args.set], seed=args.seed, device=args.device
+        )
         if config.device not in ("cpu", "cuda"):
             raise Refused(f"--device {config.device}: choose cpu or cuda")
         if config.device == "cuda":
-            need = "--size full needs a cluster of GPUs with torchrun (about 512 of them for 1.0264T parameters)"
-            raise Refused(f"{need}; --plan, which will show what fits where, is not there yet" if args.size == "full"
-                          else "--device cuda: the stages run on the CPU so far; leave --device out")
+            need = (
+                "--size full needs a cluster of GPUs with torchrun (about 512 of them for 1.0264T parameters)"
+            )
+            raise Refused(
+                f"{need}; --plan, which will show what fits where, is not there yet"
+                if args.size == "full"
+                else "--device cuda: the stages run on the CPU so far; leave --device out"
+            )
         run = open_run(args, config)
     except Refused as error:
         sys.exit(f"train.py: error: {error}")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    print(f"size {args.size}, seed {config.seed}, device cpu, {config.threads} threads, "
-          f"{sum(p.numel() for p in run.model.parameters()):,} parameters + {sum(p.numel() for p in run.layers.parameters()):,} in "
-          f"{config.n_mtp} MTP layer(s), folder {run.out}", flush=True)
+    print(
+        f"size {args.size}, seed {config.seed}, device cpu, {config.threads} threads, "
+        f"{sum(p.numel() for p in run.model.parameters()):,} parameters + {sum(p.numel() for p in run.layers.parameters()):,} in "
+        f"{config.n_mtp} MTP layer(s), folder {run.out}",
+        flush=True,
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         execute(run, stages, args.resume)
     except (KeyboardInterrupt, SystemExit):
-        print(f"\nstopped; what is finished is in {run.out}, go on with: python train.py --size {args.size} --out {run.out} --resume")
+        print(
+            f"\nstopped; what is finished is in {run.out}, go on with: python train.py --size {args.size} --out {run.out} --resume"
+        )
         raise SystemExit(130) from None
     print(json.dumps(report(run)))
 

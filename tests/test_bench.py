@@ -1,4 +1,5 @@
 """bench.py: tasks that a reference solves and nothing else does; splits that share nothing; scores by hand."""
+
 import itertools
 import random
 import re
@@ -40,8 +41,10 @@ def test_sandbox_and_memory_grade_alike() -> None:
     for family in bench.FAMILIES:
         t = bench.task(family, "heldout", 1)
         for s in (t.reference, *t.slips):
-            assert (bench.run_script(t, s, PROTOCOL, WINDOW, environment)[0]
-                    == bench.run_script(t, s, PROTOCOL, WINDOW, sandbox.Memory)[0])
+            assert (
+                bench.run_script(t, s, PROTOCOL, WINDOW, environment)[0]
+                == bench.run_script(t, s, PROTOCOL, WINDOW, sandbox.Memory)[0]
+            )
 
 
 def test_splits_share_no_name_no_value_no_task() -> None:
@@ -84,20 +87,33 @@ def test_demonstrations_are_causally_valid() -> None:
 
 def test_accuracy_is_the_share_of_references() -> None:
     tasks = bench.suite("train", 40)
-    right = sum(bench.demonstrate(t, PROTOCOL, WINDOW, 0.3) == bench.demonstrate(t, PROTOCOL, WINDOW, 1.0) for t in tasks) / len(tasks)
+    right = sum(
+        bench.demonstrate(t, PROTOCOL, WINDOW, 0.3) == bench.demonstrate(t, PROTOCOL, WINDOW, 1.0)
+        for t in tasks
+    ) / len(tasks)
     assert abs(right - 0.3) < 0.1
-    assert all(bench.demonstrate(t, PROTOCOL, WINDOW, 0.0) != bench.demonstrate(t, PROTOCOL, WINDOW, 1.0) for t in tasks[:9])
+    assert all(
+        bench.demonstrate(t, PROTOCOL, WINDOW, 0.0) != bench.demonstrate(t, PROTOCOL, WINDOW, 1.0)
+        for t in tasks[:9]
+    )
 
 
 def test_random_policy_never_breaks_the_environment() -> None:
     """Any sampled ids are an observation, never an exception."""
     rng = random.Random(0)
     for t in bench.suite("train", 4):
+
         def act() -> Turn:
-            ids = [rng.choice((*range(97, 123), *range(256, 265), 0, 61, 10, 255)) for _ in range(rng.randrange(30))]
+            ids = [
+                rng.choice((*range(97, 123), *range(256, 265), 0, 61, 10, 255))
+                for _ in range(rng.randrange(30))
+            ]
             return PROTOCOL.parse([PROTOCOL.ids["call"], rng.choice(b"rgewxz"), *ids])
+
         with bench.open_workspace(sandbox.Memory, t) as w:
-            chain, segments = bench.play(PROTOCOL, t.prompt, WINDOW, act, lambda: "note", lambda c: w.call(c.tool, c.args).text)
+            chain, segments = bench.play(
+                PROTOCOL, t.prompt, WINDOW, act, lambda: "note", lambda c: w.call(c.tool, c.args).text
+            )
             assert bench.grade(t, w, chain.answer) == 0.0 and chain.finish
             assert all(len(s.ids) <= WINDOW.window + 1 for s in segments)
 

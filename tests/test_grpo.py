@@ -1,4 +1,5 @@
 """grpo.py: the loss by hand and by invariance, groups, packing, files, the delta chain, the loop."""
+
 import json
 import math
 import random
@@ -13,9 +14,25 @@ import sandbox
 from length_penalty import Penalty
 from summarize import Bytes, Protocol, Rollout, Segment, WindowConfig
 
-SMALL = moe.Config(vocab_size=272, dim=32, n_layers=2, n_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-                   v_head_dim=8, ffn_dim=32, expert_dim=16, n_experts=4, n_experts_per_tok=2, rope_factor=1.0, rope_original_len=512, init_std=0.0)
-PROTOCOL, WINDOW = Protocol(Bytes()), WindowConfig()
+SMALL = moe.Config(
+    vocab_size=272,
+    dim=32,
+    n_layers=2,
+    n_heads=2,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    ffn_dim=32,
+    expert_dim=16,
+    n_experts=4,
+    n_experts_per_tok=2,
+    rope_factor=1.0,
+    rope_original_len=512,
+    init_std=0.0,
+)
+PROTOCOL, WINDOW = Protocol(Bytes()), WindowConfig(window=136, trigger=104, turn=12, turns=3, summaries=1)
 
 
 def small_model(seed: int = 0) -> moe.Transformer:
@@ -29,12 +46,14 @@ def table(rows: list[list[float]], width: int = 4) -> torch.Tensor:
 
 
 # Four rollouts padded to four tokens; the second token of the last row is a tool's.
-P = table([[.5, .25, .8], [.4], [.2, .5], [.9, .6, .3, .5]])
+P = table([[0.5, 0.25, 0.8], [0.4], [0.2, 0.5], [0.9, 0.6, 0.3, 0.5]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]])
 A = grpo.advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))[0][:, None].expand(4, 4)
 
 
-def gradient(logp: torch.Tensor, mu: torch.Tensor, a: torch.Tensor, mask: torch.Tensor, denominator: float = 16.0, **kw):
+def gradient(
+    logp: torch.Tensor, mu: torch.Tensor, a: torch.Tensor, mask: torch.Tensor, denominator: float = 16.0, **kw
+):
     logp = logp.clone().requires_grad_()
     value, metrics = grpo.loss(logp, mu, a, mask, denominator, **kw)
     value.backward()
@@ -48,37 +67,63 @@ def test_on_policy_vector() -> None:
 
 
 def test_truncated_weights_vector() -> None:
-    mu = table([[.5, .5, .4], [.1], [.4, .5], [.9, .1, .1, .6]])
+    mu = table([[0.5, 0.5, 0.4], [0.1], [0.4, 0.5], [0.9, 0.1, 0.1, 0.6]])
     value, grad, m = gradient(P, mu, A, MASK)
     assert value == pytest.approx(0.0497832, abs=1e-6)
-    expect = torch.tensor([[-.03125, -.015625, -.0625, 0], [.0625, 0, 0, 0], [.015625, .03125, 0, 0], [-.03125, 0, -.0625, -.0260417]])
+    expect = torch.tensor(
+        [
+            [-0.03125, -0.015625, -0.0625, 0],
+            [0.0625, 0, 0, 0],
+            [0.015625, 0.03125, 0, 0],
+            [-0.03125, 0, -0.0625, -0.0260417],
+        ]
+    )
     assert torch.allclose(grad, expect, atol=1e-6)
     reading = grpo.summary({k: float(v) for k, v in m.items()})
-    assert reading["ess"] == pytest.approx(.640539, abs=1e-5) and reading["truncated"] == pytest.approx(2 / 9)
+    assert reading["ess"] == pytest.approx(0.640539, abs=1e-5) and reading["truncated"] == pytest.approx(
+        2 / 9
+    )
 
 
 def test_a_masked_infinity_poisons_nothing() -> None:
-    value, grad, m = gradient(torch.tensor([-1., -1.]), torch.tensor([-101., -1.]), torch.ones(2), torch.tensor([0, 1]), 1.0, cap=1e9)
+    value, grad, m = gradient(
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([-101.0, -1.0]),
+        torch.ones(2),
+        torch.tensor([0, 1]),
+        1.0,
+        cap=1e9,
+    )
     assert grad.tolist() == [0.0, -1.0] and m["weight"] == 1.0 and torch.isfinite(value)
 
 
 def test_micro_batches_and_padding_do_not_change_the_gradient() -> None:
     whole = gradient(P, P - 0.1, A, MASK)[1]
-    parts = torch.cat([gradient(P[i:i + 1], P[i:i + 1] - 0.1, A[i:i + 1], MASK[i:i + 1])[1] for i in range(4)])
-    padded = gradient(torch.nn.functional.pad(P, (0, 3), value=-math.inf), torch.nn.functional.pad(P - 0.1, (0, 3)),
-                      torch.nn.functional.pad(A, (0, 3)), torch.nn.functional.pad(MASK, (0, 3)))[1]
+    parts = torch.cat(
+        [gradient(P[i : i + 1], P[i : i + 1] - 0.1, A[i : i + 1], MASK[i : i + 1])[1] for i in range(4)]
+    )
+    padded = gradient(
+        torch.nn.functional.pad(P, (0, 3), value=-math.inf),
+        torch.nn.functional.pad(P - 0.1, (0, 3)),
+        torch.nn.functional.pad(A, (0, 3)),
+        torch.nn.functional.pad(MASK, (0, 3)),
+    )[1]
     assert torch.equal(whole, parts) and torch.equal(padded[:, :4], whole) and not padded[:, 4:].any()
 
 
 def test_gradient_per_token_does_not_depend_on_length() -> None:
-    short = gradient(torch.full((1,), -1.0), torch.full((1,), -1.0), torch.full((1,), -.5), torch.ones(1))[1]
-    long = gradient(torch.full((50,), -1.0), torch.full((50,), -1.0), torch.full((50,), -.5), torch.ones(50))[1]
+    short = gradient(torch.full((1,), -1.0), torch.full((1,), -1.0), torch.full((1,), -0.5), torch.ones(1))[1]
+    long = gradient(
+        torch.full((50,), -1.0), torch.full((50,), -1.0), torch.full((50,), -0.5), torch.ones(50)
+    )[1]
     assert (long == short[0]).all()
 
 
 def test_advantages() -> None:
-    assert grpo.advantages(torch.tensor([[.98, .97, .98, .95]])).abs().max() < .021      # a deviation would make it 1.4
-    assert not grpo.advantages(torch.full((3, 4), 0.1) + torch.tensor([[1.], [2.], [3.]])).any()
+    assert (
+        grpo.advantages(torch.tensor([[0.98, 0.97, 0.98, 0.95]])).abs().max() < 0.021
+    )  # a deviation would make it 1.4
+    assert not grpo.advantages(torch.full((3, 4), 0.1) + torch.tensor([[1.0], [2.0], [3.0]])).any()
     for bad in (torch.ones(2, 1), torch.ones(4)):
         with pytest.raises(ValueError, match="G"):
             grpo.advantages(bad)
@@ -86,8 +131,8 @@ def test_advantages() -> None:
 
 def test_group_mean_is_an_unbiased_direction_and_deviation_is_not() -> None:
     """Enumerate all groups of 3 from a three-armed policy: E[ĝ] is (G − 1)/G of ∇E[R]; dividing by σ turns it."""
-    theta = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
-    r = torch.tensor([0.9, 0.0, 0.35], dtype=torch.float64)
+    theta = torch.tensor([-1.5, 0.5, 0.8], dtype=torch.float64, requires_grad=True)
+    r = torch.tensor([1.0, 0.0, 0.1], dtype=torch.float64)
     logp = theta.log_softmax(-1)
     (true,) = torch.autograd.grad((logp.exp() * r).sum(), theta, retain_graph=True)
     plain, scaled = 0.0, 0.0
@@ -98,19 +143,24 @@ def test_group_mean_is_an_unbiased_direction_and_deviation_is_not() -> None:
         scaled = scaled + weight * (a / (r[arms].std() + 1e-6) * logp[arms]).sum() / 3
     (g,), (h,) = (torch.autograd.grad(x, theta, retain_graph=True) for x in (plain, scaled))
     assert torch.allclose(g, true * 2 / 3, atol=1e-12)
-    assert torch.cosine_similarity(h, true, dim=0) < 0.9999
+    assert torch.cosine_similarity(h, true, dim=0) < 0.99
 
 
 def test_off_policy_bias_is_ordered_and_the_sequence_weight_is_exact() -> None:
     for seed in range(3):
-        assert grpo.off_policy_bias(0.0, "token", seed) < 1e-12 and grpo.off_policy_bias(0.7, "sequence", seed) < 1e-12
+        assert (
+            grpo.off_policy_bias(0.0, "token", seed) < 1e-12
+            and grpo.off_policy_bias(0.7, "sequence", seed) < 1e-12
+        )
     none, token = (sum(grpo.off_policy_bias(0.5, w, s) for s in range(20)) for w in ("none", "token"))
     assert token < 0.8 * none
 
 
 def test_packing_keeps_every_token_once_and_balances_cost() -> None:
     rng = random.Random(0)
-    segments = [(Segment([rng.randrange(256)] * rng.randrange(1, 60), [], [], []), float(i)) for i in range(0)]
+    segments = [
+        (Segment([rng.randrange(256)] * rng.randrange(1, 60), [], [], []), float(i)) for i in range(0)
+    ]
     for i in range(40):
         n = rng.randrange(1, 60)
         segments.append((Segment([i] * n, [1] * n, [-1.0] * n, [0] * n), float(i)))
@@ -128,7 +178,14 @@ def test_packing_keeps_every_token_once_and_balances_cost() -> None:
     assert max(load) / (sum(load) / 2) < 1.01 and sorted(sum(grpo.balance(lengths, 2), [])) == list(range(11))
 
 
-def rollouts_of(model: moe.Transformer, tasks: list, n: int, slots: int = 8, seed: int = 0, environment: type = sandbox.Memory) -> list[Rollout]:
+def rollouts_of(
+    model: moe.Transformer,
+    tasks: list,
+    n: int,
+    slots: int = 8,
+    seed: int = 0,
+    environment: type = sandbox.Memory,
+) -> list[Rollout]:
     world = grpo.World(lambda t: bench.open_workspace(environment, t), bench.grade)
     sampler = grpo.Sampler(model.eval(), PROTOCOL, WINDOW, world, slots, seed=seed)
     with torch.no_grad():
@@ -156,7 +213,7 @@ def test_replay_removes_the_mismatch_of_flipped_experts() -> None:
     batch = grpo.tensors(grpo.pack([(s, 1.0) for r in rollouts for s in r.segments], 256), 256)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "gate.weight" in name:                        # another engine's arithmetic, at the router only
+            if "gate.weight" in name:  # another engine's arithmetic, at the router only
                 p += 0.05 * p.std() * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
         gaps = {}
         for replay in (False, True):
@@ -179,7 +236,7 @@ def test_reference_kl_of_the_policy_itself_is_zero() -> None:
     c = grpo.GRPOConfig(row=256)
     assert max(map(abs, grpo.reference_kl(model, rollouts, c))) < 0.05
     other = grpo.reference_kl(small_model(1), rollouts, c)
-    assert sum(other) > 1.0                                   # own samples: the sum over many tokens is positive
+    assert sum(other) > 1.0  # own samples: the sum over many tokens is positive
 
 
 def test_group_file_round_trip_damage_and_half_written(tmp_path) -> None:
@@ -188,7 +245,11 @@ def test_group_file_round_trip_damage_and_half_written(tmp_path) -> None:
     grpo.write_file(path, grpo.group_state(rollouts, 5))
     back = grpo.group_of(grpo.read_file(path))
     assert [s.ids for r in back for s in r.segments] == [s.ids for r in rollouts for s in r.segments]
-    assert all(torch.equal(a.routes, b.routes) for x, y in zip(back, rollouts) for a, b in zip(x.segments, y.segments))
+    assert all(
+        torch.equal(a.routes, b.routes)
+        for x, y in zip(back, rollouts)
+        for a, b in zip(x.segments, y.segments)
+    )
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
@@ -207,18 +268,20 @@ def test_delta_chain_rebuilds_bit_for_bit_and_heals(tmp_path) -> None:
         got = reader.poll()
         assert reader.version == version
         for k, v in model.state_dict().items():
-            assert torch.equal(got[k].to(torch.bfloat16).view(torch.int16), v.to(torch.bfloat16).view(torch.int16))
+            assert torch.equal(
+                got[k].to(torch.bfloat16).view(torch.int16), v.to(torch.bfloat16).view(torch.int16)
+            )
         if version not in (0, 4):
             assert 0 < info["weight_changed"] < 1 and info["weight_ratio"] > 2
         with torch.no_grad():
             for p in model.parameters():
                 p += 1e-4 * torch.sign(p)
-    assert late.poll() is not None and late.version == 6      # from the last snapshot on
+    assert late.poll() is not None and late.version == 6  # from the last snapshot on
     assert reader.poll() is None
     damaged = tmp_path / "000007.delta"
     publisher.publish(model.state_dict(), 7)
     damaged.write_bytes(damaged.read_bytes()[:-3])
-    assert reader.poll() is None and reader.version == 6      # named and not used
+    assert reader.poll() is None and reader.version == 6  # named and not used
     publisher.publish(model.state_dict(), 8)
     assert reader.poll() is not None and reader.version == 8  # the next snapshot heals the gap
 
@@ -270,13 +333,15 @@ def test_training_raises_the_better_rollout_and_uses_no_group_twice(tmp_path) ->
     good = batch["advantage"][index] == 1.0
     assert (after - before)[good].mean() > (after - before)[~good].mean()
     assert t.version == 1 and t.used == [0, 1] and metrics["reward"] == 0.5 and metrics["ess"] > 0.99
-    assert len(list((tmp_path / "groups").glob("*.pt"))) == 3                # nothing is deleted before a checkpoint
-    again = trainer(tmp_path)                                                # a crash without a checkpoint
+    assert len(list((tmp_path / "groups").glob("*.pt"))) == 3  # nothing is deleted before a checkpoint
+    again = trainer(tmp_path)  # a crash without a checkpoint
     assert again.collect(5.0, lambda: None)[0][0][0].task == groups[0][0].task
     resumed = trainer(tmp_path)
     resumed.load(t.state())
     t.forget_used()
-    assert [p.stem for p in (tmp_path / "groups").glob("*.pt")] == ["000000-0000002"] and grpo.next_index(tmp_path) == 3
+    assert [p.stem for p in (tmp_path / "groups").glob("*.pt")] == ["000000-0000002"] and grpo.next_index(
+        tmp_path
+    ) == 3
     assert json.loads((tmp_path / "groups" / "used.json").read_text()) == [0, 1]
     with pytest.raises(TimeoutError, match="is a sampler running"):
         resumed.collect(0.1, lambda: None)
@@ -286,7 +351,7 @@ def test_training_raises_the_better_rollout_and_uses_no_group_twice(tmp_path) ->
 def test_stale_and_damaged_groups_are_set_aside(tmp_path, capsys) -> None:
     t = trainer(tmp_path, groups=1, drop_staleness=3)
     store_groups(tmp_path, bench.suite("train", 1)[:3])
-    t.version = 4                                                            # everything sampled at 0 is too old now
+    t.version = 4  # everything sampled at 0 is too old now
     with pytest.raises(TimeoutError):
         t.collect(0.1, lambda: None)
     assert t.dropped == 3
@@ -317,7 +382,10 @@ def test_reward_is_never_overwritten() -> None:
     assert rollouts[0].shaped_reward == pytest.approx(1.0 - 0.2 - rollouts[0].extra["length_cost"])
 
 
-@pytest.mark.parametrize("bad", [dict(group_size=1), dict(ratio_cap=0.5), dict(temperature=0.0), dict(max_staleness=9, drop_staleness=2)])
+@pytest.mark.parametrize(
+    "bad",
+    [dict(group_size=1), dict(ratio_cap=0.5), dict(temperature=0.0), dict(max_staleness=9, drop_staleness=2)],
+)
 def test_bad_configurations_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError):
         grpo.GRPOConfig(**bad)

@@ -1,4 +1,5 @@
 """moe.py against a naive reference in float64, the worked values of the architecture, and its edges."""
+
 import math
 
 import pytest
@@ -6,9 +7,24 @@ import torch
 
 import moe
 
-SMALL = moe.Config(vocab_size=50, dim=32, n_layers=3, n_heads=2, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-                   v_head_dim=12, ffn_dim=40, expert_dim=16, n_experts=6, n_experts_per_tok=2, rope_original_len=16, rope_factor=4.0,
-                   init_std=0.0)
+SMALL = moe.Config(
+    vocab_size=50,
+    dim=32,
+    n_layers=3,
+    n_heads=2,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    ffn_dim=40,
+    expert_dim=16,
+    n_experts=6,
+    n_experts_per_tok=2,
+    rope_original_len=16,
+    rope_factor=4.0,
+    init_std=0.0,
+)
 
 
 def build(c: moe.Config = SMALL, seed: int = 0) -> moe.Transformer:
@@ -25,11 +41,13 @@ def naive(model: moe.Transformer, tokens: list[int]) -> torch.Tensor:
     """One token after the other, one head and one expert after the other; nothing shared with the module but weights."""
     c = model.config
     temperature = 0.1 * math.log(c.rope_factor) + 1
-    scale = temperature ** 2 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
+    scale = temperature**2 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
     freq = model.inverse_frequencies.double()
 
     def turned(v: torch.Tensor, position: int) -> torch.Tensor:
-        z = torch.view_as_complex(v.view(-1, 2).contiguous()) * torch.polar(torch.ones_like(freq), freq * position)
+        z = torch.view_as_complex(v.view(-1, 2).contiguous()) * torch.polar(
+            torch.ones_like(freq), freq * position
+        )
         return torch.view_as_real(z).flatten()
 
     def swiglu(m, x: torch.Tensor) -> torch.Tensor:
@@ -42,15 +60,28 @@ def naive(model: moe.Transformer, tokens: list[int]) -> torch.Tensor:
         for i, x in enumerate(xs):
             h = norm(x, layer.input_layernorm.weight, c.norm_eps)
             kv = a.kv_a_proj_with_mqa.weight @ h
-            latent, k_rope = norm(kv[:c.kv_lora_rank], a.kv_a_layernorm.weight, c.latent_norm_eps), turned(kv[c.kv_lora_rank:], i)
+            latent, k_rope = (
+                norm(kv[: c.kv_lora_rank], a.kv_a_layernorm.weight, c.latent_norm_eps),
+                turned(kv[c.kv_lora_rank :], i),
+            )
             past.append(((a.kv_b_proj.weight @ latent).view(c.n_heads, -1), k_rope))
-            q = (a.q_b_proj.weight @ norm(a.q_a_proj.weight @ h, a.q_a_layernorm.weight, c.latent_norm_eps)).view(c.n_heads, -1)
+            q = (
+                a.q_b_proj.weight @ norm(a.q_a_proj.weight @ h, a.q_a_layernorm.weight, c.latent_norm_eps)
+            ).view(c.n_heads, -1)
             out = []
             for head in range(c.n_heads):
-                q_rope = turned(q[head, c.qk_nope_head_dim:], i)
-                s = torch.stack([q[head, :c.qk_nope_head_dim] @ k[head, :c.qk_nope_head_dim] + q_rope @ r for k, r in past]) * scale
+                q_rope = turned(q[head, c.qk_nope_head_dim :], i)
+                s = (
+                    torch.stack(
+                        [
+                            q[head, : c.qk_nope_head_dim] @ k[head, : c.qk_nope_head_dim] + q_rope @ r
+                            for k, r in past
+                        ]
+                    )
+                    * scale
+                )
                 p = (s - s.max()).exp() / (s - s.max()).exp().sum()
-                out.append(sum(w * k[head, c.qk_nope_head_dim:] for w, (k, _) in zip(p, past)))
+                out.append(sum(w * k[head, c.qk_nope_head_dim :] for w, (k, _) in zip(p, past)))
             xs[i] = x + a.o_proj.weight @ torch.cat(out)
         for i, x in enumerate(xs):
             h = norm(x, layer.post_attention_layernorm.weight, c.norm_eps)
@@ -59,7 +90,9 @@ def naive(model: moe.Transformer, tokens: list[int]) -> torch.Tensor:
                 continue
             m = layer.mlp
             scores = torch.sigmoid((m.gate.weight.float() @ h.float())).double()
-            chosen = sorted(range(c.n_experts), key=lambda e: -(scores[e] + m.gate.e_score_correction_bias[e]).item())[:c.n_experts_per_tok]
+            chosen = sorted(
+                range(c.n_experts), key=lambda e: -(scores[e] + m.gate.e_score_correction_bias[e]).item()
+            )[: c.n_experts_per_tok]
             total = sum(scores[e] for e in chosen)
             y = swiglu(m.shared_experts, h)
             for e in chosen:
@@ -72,10 +105,12 @@ def naive(model: moe.Transformer, tokens: list[int]) -> torch.Tensor:
 def test_forward_equals_the_naive_reference() -> None:
     model = build()
     with torch.no_grad():
-        for layer in model.layers[1:]:                        # a bias that changes the choice and not the gates
+        for layer in model.layers[1:]:  # a bias that changes the choice and not the gates
             layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
         tokens = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 23, 8, 46, 2, 6, 43, 3]
-        assert (model(torch.tensor([tokens]))[0] - naive(model, tokens)).abs().max() < 1e-5      # the router runs in fp32
+        assert (
+            model(torch.tensor([tokens]))[0] - naive(model, tokens)
+        ).abs().max() < 1e-5  # the router runs in fp32
 
 
 @pytest.mark.parametrize("chunk", (1, 3, 20))
@@ -85,9 +120,9 @@ def test_absorbed_attention_through_the_cache_equals_plain(chunk: int) -> None:
     with torch.no_grad():
         for at in range(0, 20, chunk):
             positions = torch.arange(at, min(at + chunk, 20)).expand(3, -1)
-            out.append(model(tokens[:, at:at + chunk], model.context(positions, cache=cache)))
+            out.append(model(tokens[:, at : at + chunk], model.context(positions, cache=cache)))
         assert (torch.cat(out, 1) - model(tokens)).abs().max() < 1e-6
-        rows = torch.tensor([2, 0])                           # some rows only, at their own positions
+        rows = torch.tensor([2, 0])  # some rows only, at their own positions
         part = model(tokens[rows, 5:6], model.context(torch.full((2, 1), 5), cache=cache, rows=rows))
         assert (part[:, 0] - model(tokens)[rows, 5]).abs().max() < 1e-6
     with pytest.raises(ValueError, match="24 tokens"):
@@ -114,13 +149,20 @@ def test_full_size_is_kimi() -> None:
 
 def test_yarn_values() -> None:
     f = moe.yarn_inverse_frequencies(moe.Config())
-    for i, value in {0: 1.0, 8: .0668740, 10: .0284280, 15: .00267020, 20: 1.80702e-5, 31: 4.38221e-7}.items():
+    for i, value in {
+        0: 1.0,
+        8: 0.0668740,
+        10: 0.0284280,
+        15: 0.00267020,
+        20: 1.80702e-5,
+        31: 4.38221e-7,
+    }.items():
         assert f[i].item() == pytest.approx(value, rel=1e-5)
     assert moe.softmax_scale(moe.Config()) == pytest.approx(0.1446796, abs=1e-7)
 
 
 def test_plausibility_filter_worked_example() -> None:
-    scores = torch.tensor([[.9, .8, .7, .65, .3, .05]])
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.65, 0.3, 0.05]])
     own, replay = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 1, 4, 5]])
     for rho, expect in ((0.0, [0, 1, 4, 5]), (0.4, [0, 1, 4, 2]), (0.5, [0, 1, 2, 3]), (1e9, [0, 1, 2, 3])):
         assert moe.replayed_ids(scores, own, replay, rho)[0].tolist() == expect
@@ -150,30 +192,47 @@ def test_replay_of_own_routes_changes_nothing_and_other_routes_keep_gradients() 
 def test_balance_moves_the_bias_by_the_sign_of_the_load_and_counts_no_padding() -> None:
     c = moe.Config(**{**SMALL.__dict__, "n_experts": 4, "n_experts_per_tok": 1})
     m = moe.MoE(c)
-    m.gate.load.copy_(torch.tensor([4., 0, 2, 2]))
+    m.gate.load.copy_(torch.tensor([4.0, 0, 2, 2]))
     m.balance(1e-3)
-    assert torch.allclose(m.gate.e_score_correction_bias, torch.tensor([-1e-3, 1e-3, 0, 0])) and not m.gate.load.any()
+    assert (
+        torch.allclose(m.gate.e_score_correction_bias, torch.tensor([-1e-3, 1e-3, 0, 0]))
+        and not m.gate.load.any()
+    )
     m._count(torch.tensor([[0], [1], [3], [3]]), torch.tensor([[True, True, False, False]]))
     assert m.gate.load.tolist() == [1, 1, 0, 0]
 
 
 def test_positional_heads_look_back_at_initialisation() -> None:
     """At the start head h of layer 0 looks most at the token h + 1 places back."""
-    c = moe.Config(**{**SMALL.__dict__, "dim": 64, "n_heads": 4, "qk_rope_head_dim": 16, "rope_theta": 1e4, "positional_heads": 3,
-                      "rope_original_len": 256})
+    c = moe.Config(
+        **{
+            **SMALL.__dict__,
+            "dim": 64,
+            "n_heads": 4,
+            "qk_rope_head_dim": 16,
+            "rope_theta": 1e4,
+            "positional_heads": 3,
+            "rope_original_len": 256,
+        }
+    )
     model = build(c)
     a = model.layers[0].self_attn
     tokens = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         x = model.layers[0].input_layernorm(model.embed_tokens(tokens))
         ctx = model.context(torch.arange(40)[None])
-        q = a.q_b_proj(a.q_a_layernorm(a.q_a_proj(x))).unflatten(-1, (4, -1))[..., c.qk_nope_head_dim:]
-        k = moe.rotate(a.kv_a_proj_with_mqa(x)[..., c.kv_lora_rank:], ctx.cos, ctx.sin)
-        p = (torch.einsum("bthr,bsr->bhts", moe.rotate(q, ctx.cos.unsqueeze(2), ctx.sin.unsqueeze(2)), k) * a.scale)
+        q = a.q_b_proj(a.q_a_layernorm(a.q_a_proj(x))).unflatten(-1, (4, -1))[..., c.qk_nope_head_dim :]
+        k = moe.rotate(a.kv_a_proj_with_mqa(x)[..., c.kv_lora_rank :], ctx.cos, ctx.sin)
+        p = (
+            torch.einsum("bthr,bsr->bhts", moe.rotate(q, ctx.cos.unsqueeze(2), ctx.sin.unsqueeze(2)), k)
+            * a.scale
+        )
         p = p.masked_fill(torch.ones(40, 40).triu(1).bool(), -math.inf).softmax(-1)
     for h in range(3):
         i = torch.arange(h + 1, 40)
-        assert (p[0, h, i].argmax(-1) == i - h - 1).float().mean() > 0.9 and p[0, h, i, i - h - 1].mean() > 0.5
+        assert (p[0, h, i].argmax(-1) == i - h - 1).float().mean() > 0.9 and p[
+            0, h, i, i - h - 1
+        ].mean() > 0.5
 
 
 def test_edges() -> None:
@@ -184,7 +243,13 @@ def test_edges() -> None:
         model(torch.zeros(1, 65, dtype=torch.long))
     everything = build(moe.Config(**{**SMALL.__dict__, "n_experts_per_tok": 6}))
     assert torch.isfinite(everything(torch.arange(10)[None])).all()
-    for bad in (dict(n_experts_per_tok=7), dict(qk_rope_head_dim=7), dict(precision="fp4"), dict(n_dense_layers=9), dict(positional_heads=3)):
+    for bad in (
+        dict(n_experts_per_tok=7),
+        dict(qk_rope_head_dim=7),
+        dict(precision="fp4"),
+        dict(n_dense_layers=9),
+        dict(positional_heads=3),
+    ):
         with pytest.raises(ValueError):
             moe.Config(**{**SMALL.__dict__, **bad})
 

@@ -1,4 +1,5 @@
 """mtp.py: which row learns what, what stays frozen, drafts that change nothing, an engine that keeps its rows apart."""
+
 import copy
 
 import pytest
@@ -7,8 +8,24 @@ import torch
 import moe
 import mtp
 
-C = moe.Config(vocab_size=12, dim=16, n_layers=2, n_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4,
-               v_head_dim=4, ffn_dim=16, expert_dim=8, n_experts=4, n_experts_per_tok=2, rope_factor=1.0, rope_original_len=256, init_std=0.0)
+C = moe.Config(
+    vocab_size=12,
+    dim=16,
+    n_layers=2,
+    n_heads=2,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=4,
+    ffn_dim=16,
+    expert_dim=8,
+    n_experts=4,
+    n_experts_per_tok=2,
+    rope_factor=1.0,
+    rope_original_len=256,
+    init_std=0.0,
+)
 
 
 def build(n_mtp: int = 1, dtype: torch.dtype = torch.float64) -> tuple[moe.Transformer, mtp.MTP]:
@@ -16,7 +33,7 @@ def build(n_mtp: int = 1, dtype: torch.dtype = torch.float64) -> tuple[moe.Trans
     model.reset_parameters(0)
     moe.initialise(layers, C, 1)
     with torch.no_grad():
-        model.lm_head.weight.mul_(3.0)                        # a peaked distribution
+        model.lm_head.weight.mul_(3.0)  # a peaked distribution
     return model.to(dtype).eval(), layers.to(dtype).eval()
 
 
@@ -45,7 +62,9 @@ def test_frozen_model_gets_no_gradient_and_joint_training_does() -> None:
     model, layers = build()
     x, doc, positions = data()
     mtp.distill_loss(model, layers, model(x), x, doc, positions, detach_trunk=True)[0].backward()
-    assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in layers.parameters())
+    assert all(p.grad is None for p in model.parameters()) and all(
+        p.grad is not None for p in layers.parameters()
+    )
     mtp.distill_loss(model, layers, model(x), x, doc, positions, detach_trunk=False)[0].backward()
     assert model.embed_tokens.weight.grad.abs().sum() > 0
 
@@ -69,7 +88,9 @@ def test_documents_end_the_look_ahead() -> None:
 def test_chunks_do_not_change_the_loss() -> None:
     model, layers = build()
     x, doc, positions = data()
-    values = [mtp.distill_loss(model, layers, model(x), x, doc, positions, chunk=n)[0].item() for n in (1, 5, 4096)]
+    values = [
+        mtp.distill_loss(model, layers, model(x), x, doc, positions, chunk=n)[0].item() for n in (1, 5, 4096)
+    ]
     assert values == pytest.approx([values[0]] * 3)
     with pytest.raises(ValueError, match="kl, ce or tv"):
         mtp.distill_loss(model, layers, model(x), x, doc, positions, kind="mse")
@@ -82,7 +103,9 @@ def test_greedy_speculation_is_plain_decoding() -> None:
         plain = mtp.generate(model, prompt, 20)
         fast, stats = mtp.speculative(model, layers, prompt, 20)
         assert fast == plain and stats["tokens_per_forward"] >= 1.0
-        assert mtp.speculative(model, layers, prompt, 20, stop=plain[7])[0] == mtp.generate(model, prompt, 20, stop=plain[7])
+        assert mtp.speculative(model, layers, prompt, 20, stop=plain[7])[0] == mtp.generate(
+            model, prompt, 20, stop=plain[7]
+        )
 
 
 def test_a_perfect_draft_gives_two_tokens_per_forward() -> None:
@@ -96,8 +119,8 @@ def test_a_perfect_draft_gives_two_tokens_per_forward() -> None:
     assert out == [0] * 21 and stats["acceptance"] == 1.0 and stats["tokens_per_forward"] > 1.9
 
 
-P = torch.tensor([.5, .3, .2], dtype=torch.float64)
-Q = torch.tensor([.2, .6, .2], dtype=torch.float64)
+P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+Q = torch.tensor([0.2, 0.6, 0.2], dtype=torch.float64)
 
 
 def emitted(rule, n: int = 4000, q: torch.Tensor = Q, greedy: bool = False) -> torch.Tensor:
@@ -105,7 +128,7 @@ def emitted(rule, n: int = 4000, q: torch.Tensor = Q, greedy: bool = False) -> t
     u = torch.rand(n, 3, generator=g, dtype=torch.float64)
     drafts = torch.full((n,), int(Q.argmax())) if greedy else mtp.draw(Q.expand(n, 3), u[:, 2])
     for i in range(n):
-        counts[rule(q, drafts[i:i + 1], u[i, :1], float(u[i, 1]))] += 1
+        counts[rule(q, drafts[i : i + 1], u[i, :1], float(u[i, 1]))] += 1
     return counts / n
 
 
@@ -115,16 +138,22 @@ def right(q, d, u, v) -> int:
 
 
 def resample_from_p(q, d, u, v) -> int:
-    return int(d[0]) if mtp.verify(torch.stack((P, P)), q[None], d, u, v)[0] else int(mtp.draw(P[None], torch.tensor([v])))
+    return (
+        int(d[0])
+        if mtp.verify(torch.stack((P, P)), q[None], d, u, v)[0]
+        else int(mtp.draw(P[None], torch.tensor([v])))
+    )
 
 
 def test_the_output_is_distributed_as_the_model_and_wrong_rules_are_not() -> None:
-    far = lambda x: 0.5 * (x - P).abs().sum().item()                                     # noqa: E731
+    far = lambda x: 0.5 * (x - P).abs().sum().item()
     assert far(emitted(right)) < 0.03
-    assert far(emitted(right, q=torch.tensor([0., 1., 0.], dtype=torch.float64), greedy=True)) < 0.03   # one-hot q for greedy drafts
+    assert (
+        far(emitted(right, q=torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64), greedy=True)) < 0.03
+    )  # one-hot q for greedy drafts
     assert far(emitted(resample_from_p)) > 0.1
-    assert far(emitted(right, greedy=True)) > 0.1                                        # greedy draft, softmax q
-    assert far(emitted(lambda q, d, u, v: int(d[0]))) > 0.1                              # accept everything
+    assert far(emitted(right, greedy=True)) > 0.1  # greedy draft, softmax q
+    assert far(emitted(lambda q, d, u, v: int(d[0]))) > 0.1  # accept everything
 
 
 def test_sampled_speculation_follows_the_model() -> None:
@@ -137,18 +166,36 @@ def test_sampled_speculation_follows_the_model() -> None:
         counts[a, b] += 1
     with torch.no_grad():
         first = model.lm_head(model(torch.tensor([prompt]))[0, -1]).softmax(-1)
-        joint = torch.stack([first[a] * model.lm_head(model(torch.tensor([[*prompt, a]]))[0, -1]).softmax(-1) for a in range(12)])
+        joint = torch.stack(
+            [
+                first[a] * model.lm_head(model(torch.tensor([[*prompt, a]]))[0, -1]).softmax(-1)
+                for a in range(12)
+            ]
+        )
+
     def far(x: torch.Tensor) -> float:
         return 0.5 * (x / n - joint).abs().sum().item()
-    noise = [far(torch.bincount(torch.multinomial(joint.flatten(), n, replacement=True, generator=torch.Generator().manual_seed(s)),
-                                minlength=144).view(12, 12)) for s in range(20)]
+
+    noise = [
+        far(
+            torch.bincount(
+                torch.multinomial(
+                    joint.flatten(), n, replacement=True, generator=torch.Generator().manual_seed(s)
+                ),
+                minlength=144,
+            ).view(12, 12)
+        )
+        for s in range(20)
+    ]
     assert far(counts) < max(noise) + 0.02
 
 
 # ---------------------------------------------------------------------------------------------------------------- engine
 
 
-def run(engine: mtp.Engine, prompts: dict[int, list[int]], limit: int, keys: dict[int, int]) -> dict[int, list[int]]:
+def run(
+    engine: mtp.Engine, prompts: dict[int, list[int]], limit: int, keys: dict[int, int]
+) -> dict[int, list[int]]:
     for slot, prompt in prompts.items():
         engine.force(slot, prompt, limit, reset=True, key=keys[slot])
     while engine.live.any():
@@ -185,7 +232,10 @@ def test_forced_tokens_enter_as_if_they_had_been_there() -> None:
             assert logprobs[i] == pytest.approx(logp[i - 1, ids[i]].item(), abs=1e-5)
     ctx = model.context(torch.arange(len(ids))[None], record=True)
     model(torch.tensor([ids]), ctx)
-    assert torch.equal(torch.stack(ctx.routes, 2)[0, :-1].to(torch.int16), routes[:-1]) and (routes[-1] == -1).all()
+    assert (
+        torch.equal(torch.stack(ctx.routes, 2)[0, :-1].to(torch.int16), routes[:-1])
+        and (routes[-1] == -1).all()
+    )
 
 
 def test_new_weights_enter_between_two_tokens_and_are_tagged() -> None:
@@ -209,7 +259,12 @@ def test_limits_and_refusals() -> None:
     while engine.live.any():
         ended = engine.step()
     assert ended == [0] and int(engine.known[0]) == 8
-    for ids, limit, match in (([], 5, "nothing"), ([1] * 30, 40, "do not fit"), ([12], 5, "vocabulary"), ([1], 21, "do not fit")):
+    for ids, limit, match in (
+        ([], 5, "nothing"),
+        ([1] * 30, 40, "do not fit"),
+        ([12], 5, "vocabulary"),
+        ([1], 21, "do not fit"),
+    ):
         with pytest.raises(ValueError, match=match):
             engine.force(1, ids, limit, reset=True)
     with pytest.raises(ValueError, match="temperature = -1"):

@@ -24,8 +24,8 @@ import sandbox as sb
 from sandbox import File, Limits, Memory, Sandbox, Snapshot
 
 HOME = Path(sb.__file__).resolve().parent
-# Skipped only where the kernel itself refuses namespaces, asked without any code of ours: a wall that is missing
-# and a set-up that breaks have to fail here.
+# Skipped only where the kernel itself refuses namespaces, asked without any code of ours: a wall that is
+# missing and a set-up that breaks have to fail here.
 ASK = "import ctypes; assert not ctypes.CDLL(None).unshare(0x70020000)"  # user, pid, net, mount
 KERNEL = subprocess.run([sys.executable, "-c", ASK], capture_output=True, check=False)
 isolated = pytest.mark.skipif(KERNEL.returncode != 0, reason="this kernel refuses user namespaces")
@@ -348,7 +348,8 @@ class TestProbes:
             assert box.call("run", ["while :; do :; done"]).text.startswith("!signal 9")
 
     def test_08_daemon_is_gone_when_the_call_returns(self, shared):
-        run(shared, "(setsid sh -c 'while :; do date +%N > /tmp/beat; sleep 0.02; done' &) ; sleep 0.1")
+        beat = "(setsid sh -c 'while :; do echo x >> /tmp/beat; sleep 0.02; done' &)"
+        run(shared, f"{beat}; while [ ! -s /tmp/beat ]; do sleep 0.02; done")
         first = run(shared, "cat /tmp/beat")
         time.sleep(0.1)
         assert first and run(shared, "cat /tmp/beat") == first
@@ -848,6 +849,28 @@ def test_the_zygote_is_started_again():
     with Sandbox({"a": "1"}) as box:
         sb.zygote_of_this_process().process.kill()
         assert box.call("r", ["a"]).text == "1"
+
+
+@isolated
+def test_an_interrupt_leaves_nothing_out_of_step(monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Sandbox({"a": "1"}) as box, Sandbox({"b": "2"}) as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(sb, "receive", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                box.call("r", ["a"])
+        with pytest.raises(sb.SandboxDied, match="died before"):  # else it would read the answer to that call
+            box.call("l")
+        with monkeypatch.context() as patch:
+            patch.setattr(sb, "receive_fds", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                Sandbox()
+        with Sandbox({"c": "3"}) as fresh:
+            assert fresh.call("l").text == "c" and other.call("l").text == "b"
+            time.sleep(0.2)  # for the one that was interrupted to be gone
+            assert alive(host_pid(fresh))  # the handle is that of this workspace, not of that one
 
 
 @isolated

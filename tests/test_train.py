@@ -1,4 +1,5 @@
 """train.py: configuration, refusals, resume; and the whole program with numbers shrunk."""
+
 import json
 import subprocess
 import sys
@@ -14,18 +15,48 @@ KEYS = {"wall_s", "peak_rss_gb", "heldout_bpb", "mtp_acceptance", "before_rl", "
 
 
 def run(*args: str, timeout: float = 240) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "train.py", *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "train.py", *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def test_set_is_nested_typed_and_survives_json() -> None:
-    c = train.build_config("toy", ["grpo.group_size=4", "model.init_std=0.5", "long.mix={\"code\": 1.0}", "data=x", "grpo.betas=[0.8, 0.9]"], seed=3)
-    assert (c.grpo.group_size, c.model.init_std, c.long.mix, c.data, c.seed, c.grpo.betas) == (4, 0.5, {"code": 1.0}, "x", 3, (0.8, 0.9))
+    c = train.build_config(
+        "toy",
+        [
+            "grpo.group_size=4",
+            "model.init_std=0.5",
+            'long.mix={"code": 1.0}',
+            "data=x",
+            "grpo.betas=[0.8, 0.9]",
+        ],
+        seed=3,
+    )
+    assert (c.grpo.group_size, c.model.init_std, c.long.mix, c.data, c.seed, c.grpo.betas) == (
+        4,
+        0.5,
+        {"code": 1.0},
+        "x",
+        3,
+        (0.8, 0.9),
+    )
     assert train.config_from(json.loads(json.dumps(train.dataclasses.asdict(c)))) == c
 
 
-@pytest.mark.parametrize("bad, hint", [
-    ("grpo.group_sise=4", "grpo.group_size"), ("grop.steps=4", "grpo.steps"), ("sead=1", "seed"), ("grpo=3", "grpo."),
-    ("grpo.steps=many", "int"), ("grpo.steps=1.5", "int"), ("grpo.group_size=1", "group of one"), ("long.mix=[", "dict"), ("grpo.steps", "key=value")])
+@pytest.mark.parametrize(
+    "bad, hint",
+    [
+        ("grpo.group_sise=4", "grpo.group_size"),
+        ("grop.steps=4", "grpo.steps"),
+        ("sead=1", "seed"),
+        ("grpo=3", "grpo."),
+        ("grpo.steps=many", "int"),
+        ("grpo.steps=1.5", "int"),
+        ("grpo.group_size=1", "group of one"),
+        ("long.mix=[", "dict"),
+        ("grpo.steps", "key=value"),
+    ],
+)
 def test_a_bad_setting_is_refused_with_the_way_out(bad: str, hint: str) -> None:
     with pytest.raises(train.Refused, match=hint):
         train.build_config("toy", [bad])
@@ -38,9 +69,16 @@ def test_every_size_builds_and_toy_and_full_differ_in_numbers_only() -> None:
     assert source.count('== "toy"') == 0, "no code may branch on the toy's name"
 
 
-@pytest.mark.parametrize("args, hint", [
-    (["--size", "tiny"], "toy or full"), (["--stages", "pretrain,rel"], "rl"), (["--set", "grpo.stepps=1"], "grpo.steps"),
-    (["--device", "tpu"], "cpu or cuda"), (["--size", "full"], "GPUs")])
+@pytest.mark.parametrize(
+    "args, hint",
+    [
+        (["--size", "tiny"], "toy or full"),
+        (["--stages", "pretrain,rel"], "rl"),
+        (["--set", "grpo.stepps=1"], "grpo.steps"),
+        (["--device", "tpu"], "cpu or cuda"),
+        (["--size", "full"], "GPUs"),
+    ],
+)
 def test_bad_input_is_one_line_and_makes_nothing(args: list[str], hint: str, tmp_path) -> None:
     done = run(*args, "--out", str(tmp_path / "run"))
     assert done.returncode != 0 and hint in done.stderr and len(done.stderr.strip().splitlines()) == 1
@@ -99,14 +137,18 @@ def test_the_whole_program_shrunk(tmp_path) -> None:
     assert rest.returncode == 0, rest.stderr
     line = json.loads(rest.stdout.strip().splitlines()[-1])
     assert KEYS <= set(line) and set(line["families"]) == set(bench.FAMILIES)
-    assert {"start", "pretrain", "long", "sft"} <= set(line["heldout_bpb"]) and line["heldout_bpb"]["pretrain"] < line["heldout_bpb"]["start"]
+    assert {"start", "pretrain", "long", "sft"} <= set(line["heldout_bpb"]) and line["heldout_bpb"][
+        "pretrain"
+    ] < line["heldout_bpb"]["start"]
     logged = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [m["step"] for m in logged if m["stage"] == "rl"]
     assert steps == [1, 2] and {m["stage"] for m in logged} >= set(train.STAGES)
     glossary = train.__doc__
     for m in logged:
         if m["stage"] == "rl":
-            missing = [k for k in m if k not in glossary and k not in ("stage", "step", "families", "length_cost")]
+            missing = [
+                k for k in m if k not in glossary and k not in ("stage", "step", "families", "length_cost")
+            ]
             assert not missing, missing
     used = json.loads((out / "groups" / "used.json").read_text())
     assert len(used) == len(set(used)) == 4
