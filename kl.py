@@ -7,10 +7,10 @@ reference. Per sample, with z = log r = log p(x) − log q(x):
     k2 = z² / 2         biased by about KL²/2
     k3 = e^z − 1 − z    unbiased, never negative; its variance explodes when p and q part
 
-Composer 2 uses k1. The value of an estimator and its gradient are two questions: k1 differentiated in a loss has zero expected
-gradient (E_q ∇log q = 0) and regularises nothing; as a detached number in the reward its policy gradient is exact. Sources: Schulman,
-"Approximating KL divergence" (2020); Tang & Munos, arXiv 2506.09477. (The caption of Fig. 4 says KL(p‖q), the text KL(q‖p);
-for two unit-variance Gaussians both are δ²/2.)
+Composer 2 uses k1. The value of an estimator and its gradient are two questions: k1 differentiated in a loss
+has zero expected gradient (E_q ∇log q = 0) and regularises nothing; as a detached number in the reward its policy
+gradient is exact. Sources: Schulman, "Approximating KL divergence" (2020); Tang & Munos,
+arXiv 2506.09477. (The caption of Fig. 4 says KL(p‖q), the text KL(q‖p); for two unit-variance Gaussians both are δ²/2.)
 
     python kl.py                  the tables and a plot in the terminal
     python kl.py --plot fig4.png  Figure 4, where matplotlib is installed
@@ -191,10 +191,10 @@ def main() -> None:
     for name in runs[0]:
         print(f"    {name:38} {sum(r[name] for r in runs) / len(runs):.3f}")
     print("\na bandit pulled towards one of eight arms; KL to the uniform start after 300 steps:")
-    for way in ("none", "loss", "reward"):
-        print(
-            f"    k1 {dict(none='not used', loss='differentiated in the loss', reward='in the reward')[way]:28} {regularised_run(way):.3f}"
-        )
+    used = dict(none="not used", loss="differentiated in the loss", reward="in the reward")
+    for way, text in used.items():
+        print(f"    k1 {text:28} {regularised_run(way):.3f}")
+
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ def main() -> None:
         x = effort(counters, p)
         print(f"    {name}: effort {x:6.1f}, C {penalty(x, p.k, p.q):6.2f}, next call {0.3 * p.lam * slope(x, p.k, p.q):.4f}")
     serial, parallel = cost(easy, p), cost({**easy, "turns": 1}, p)
-    print(f"\nthree calls in three turns cost {serial:.4f}, in one turn {parallel:.4f}: parallel calls save {serial - parallel:.4f}")
+    print(f"\nthree calls in three turns cost {serial:.4f}, in one turn {parallel:.4f}: "
+          f"parallel calls save {serial - parallel:.4f}")
     rewards = [1 - cost({**easy, "turns": t}, p) for t in (1, 1, 2, 3)]
     print("\nfour solutions that differ in turns only: " + ", ".join(f"{r:.3f}" for r in rewards))
     print("    advantage        " + "  ".join(f"{r - mean(rewards):+.3f}" for r in rewards))

@@ -477,13 +477,15 @@ def main() -> None:
         print(f"    {part:10} {n[part]:>22,}  {100 * n[part] / n['total']:7.3f} %")
     for length in (32_768, 262_144):
         linear, attention = flops_per_token(c, length)
-        print(f"training FLOPs per token at {length:7,}: {(linear + attention) / 1e9:6.0f} G, attention {attention / (linear + attention):.0%}")
+        both = linear + attention
+        print(f"training FLOPs per token at {length:7,}: {both / 1e9:6.0f} G, attention {attention / both:.0%}")
     latent = 2 * (c.kv_lora_rank + c.qk_rope_head_dim)
     plain = 2 * c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
     print(f"cache per token and layer in bf16: {latent:,} bytes of latents, {plain:,} of keys and values ({plain / latent:.1f}x)")
 
-    small = Config(vocab_size=97, dim=64, n_layers=3, n_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
-                   v_head_dim=16, ffn_dim=96, expert_dim=32, n_experts=8, n_experts_per_tok=2, rope_original_len=32, rope_factor=4.0)
+    small = Config(vocab_size=97, dim=64, n_layers=3, n_heads=4, q_lora_rank=32, kv_lora_rank=32,
+                   qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, ffn_dim=96, expert_dim=32, n_experts=8,
+                   n_experts_per_tok=2, rope_original_len=32, rope_factor=4.0)
     model = Transformer(small).double().eval()
     model.reset_parameters(0)
     tokens = torch.arange(60).view(2, 30) % 97

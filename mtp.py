@@ -13,9 +13,9 @@ prefix such that the output is distributed exactly as without drafts.
 Legend: B rows, T tokens, D layers (n_mtp), p the model's distribution, q the draft's.
 
 Choices where the report is silent: embedding first in the concatenation and the hidden state after the final norm, as in the
-released DeepSeek-V3 weights and the engines that serve them (the paper writes the hidden state first); each layer has its own final norm and shares
-embedding and head; the row stays at position i, only the embedded token is shifted. While the model is frozen, embedding and
-head are detached in the MTP path, or the frozen model would change.
+released DeepSeek-V3 weights and the engines that serve them (the paper writes the hidden state first); each layer has
+its own final norm and shares embedding and head; the row stays at position i, only the embedded token is shifted. While
+the model is frozen, embedding and head are detached in the MTP path, or the frozen model would change.
 
     python mtp.py        losses against acceptance: KL, hard labels, the wrong shift; drafts at work
 
@@ -328,8 +328,9 @@ def speculative(
 ) -> tuple[list[int], dict[str, float]]:
     """Decode one prompt with one draft per round from the first MTP layer; greedy output equals plain decoding.
 
-    A round: the layer drafts t_{n+1} from the model's state at n − 1 and the newest token t_n; one pass of the model reads [t_n, draft]
-    and judges the draft; both caches are cut back to what was kept. Layers deeper than the first are not used here.
+    A round: the layer drafts t_{n+1} from the model's state at n − 1 and the newest token t_n; one pass of the
+    model reads [t_n, draft] and judges the draft; both caches are cut back to what was kept. Layers deeper
+    than the first are not used here.
     Stats: acceptance (share of drafts kept), tokens_per_forward (of the model), rounds.
     """
     if not prompt:

@@ -308,8 +308,10 @@ def main() -> None:
             state["done"], state["total"] = (int(done), int(total)) if total.isdigit() and done.isdigit() else (state["done"], 0)
             return text
 
-        chain, segments = play(protocol, "sum of n in f0 to f3", config, act, lambda: f"{state['done']} files, total {state['total']}",
-                               call, take)
+        def note() -> str:
+            return f"{state['done']} files, total {state['total']}"
+
+        chain, segments = play(protocol, "sum of n in f0 to f3", config, act, note, call, take)
         written, read = sum(sum(s.mask) for s in segments), sum(len(s.ids) - sum(s.mask) for s in segments)
         print(f"{name:22} {chain.answer:>8}  {len(segments):7}  {written:12}  {read:10}")
 

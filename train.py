@@ -19,19 +19,26 @@ metrics.jsonl, checkpoints/, groups/ (finished rollouts on their way to the trai
 and eval/.
 
 Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the start of its process.
-    bits, loss          loss of a training batch, per target token (bits, nats)    lr, grad_norm, tokens   of the step
-    mtp_overlap         Σ min(p, q): the expected acceptance of a drafted token    mtp_kl, mtp_agreement   distance, same top token
-    heldout_bpb         bits per byte of the held-out package                      reward, shaped_reward   mean of the step's rollouts
-    lag, lag_max        trainer version minus a token's version                    ess, truncated          of the importance weights
-    k1_sampler, k3_sampler   trainer to sampler divergence                         kl                      Σ k1 to the start, per rollout
-    mismatch_p50, mismatch_p99   |Δ log-prob| of tokens that are not stale         entropy                 nats per token
-    dead_groups         groups without any difference in shaped reward             dropped                 groups too stale to use
-    turns, tokens, calls_per_turn, broken_calls, summaries, cut   per rollout; cut: share that ended at a limit
-    wait_s              time the trainer waited for groups                         weight_bytes, weight_ratio, weight_changed   the delta
-    mean, best_of_8     of an evaluation: over tasks, 8 samples each
+    bits, loss                 loss of a training batch, per target token (bits, nats)
+    lr, grad_norm, tokens      of the step (in RL: tokens that the model wrote, per rollout)
+    mtp_overlap                Σ min(p, q): the expected acceptance of a drafted token
+    mtp_kl, mtp_agreement      distance to the main head; share of equal most likely tokens
+    heldout_bpb                bits per byte of the held-out package
+    reward, shaped_reward      means over the step's rollouts, before and after penalties
+    length_cost, kl            what the length penalty takes; Σ k1 to the model before RL, per rollout
+    lag, lag_max               trainer version minus a token's version
+    ess, truncated             of the importance weights: effective sample size, share at the cap
+    k1_sampler, k3_sampler     divergence of trainer and sampler, per token
+    mismatch_p50, mismatch_p99 |Δ log-prob| of tokens that are not stale
+    entropy                    nats per sampled token
+    dead_groups, dropped       groups without any difference in shaped reward; groups too stale to use
+    turns, calls_per_turn, broken_calls, summaries, cut        per rollout; cut: share that ended at a limit
+    wait_s                     seconds that the trainer waited for groups
+    weight_bytes, weight_ratio, weight_changed                 of the published delta
+    mean, best_of_8            of an evaluation: over tasks, 8 samples each
 
-Differences from the report: every number of the toy; one machine; the MTP loss is taken on every `mtp_every`-th step. Not here yet:
-torch.distributed inside a service, `--plan`, an evaluator process beside the run, Figure 2.
+Differences from the report: every number of the toy; one machine; the MTP loss is taken on every `mtp_every`-th step. Not here
+yet: torch.distributed inside a service, `--plan`, an evaluator process beside the run, Figure 2.
 """
 
 from __future__ import annotations
@@ -760,7 +767,9 @@ def open_run(args: argparse.Namespace, config: Config) -> Run:
         if not args.resume:
             finished = set(STAGES) <= set(found["done"])
             raise Refused(
-                f"--out {out} holds {'a finished run: see its metrics.jsonl, or name another folder' if finished else 'an unfinished run: add --resume'}"
+                f"--out {out} holds a finished run: see its metrics.jsonl, or name another folder"
+                if finished
+                else f"--out {out} holds an unfinished run: add --resume"
             )
         run.state = found
     elif any(out.iterdir()):

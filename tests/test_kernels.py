@@ -201,6 +201,18 @@ def test_route_nan_row_stays_alone():
     assert K.plan(ids, 8).counts.sum() == 6
 
 
+def choose_last(backend):
+    """A NaN, and an expert that the bias forbids, come last, and still no expert comes twice."""
+    ids, _, _ = K.route(torch.tensor([[math.nan, 1, 2, 3]]), torch.zeros(4), 2, backend=backend)
+    assert ids.tolist() == [[3, 2]]
+    ids, _, _ = K.route(torch.tensor([[0.0, 1, 2, 3]]), torch.tensor([0, -math.inf, -math.inf, -math.inf]), 3, backend=backend)
+    assert ids.tolist() == [[0, 1, 2]]
+
+
+def test_route_what_cannot_be_compared_comes_last():
+    choose_last("torch")
+
+
 def test_route_gradient():
     torch.manual_seed(0)
     logits = torch.randn(4, 6, requires_grad=True)
@@ -440,6 +452,7 @@ def test_interpreted_route_with_nan():
     logits = torch.stack((torch.full((8,), math.nan), torch.arange(8.0)))
     ids, w, _ = K.route(logits, torch.zeros(8), 2, backend="triton")
     assert ids[1].tolist() == [7, 6] and len(set(ids[0].tolist())) == 2 and w[0].isnan().all() and w[1].isfinite().all()
+    choose_last("triton")
 
 
 CASES = [("native", torch.float32, 23, 5, 2, 40, 24, 1), ("native", torch.float32, 3, 4, 4, 8, 8, 0),

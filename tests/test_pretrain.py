@@ -243,7 +243,8 @@ def test_lr_is_a_function_of_the_step_with_the_worked_values():
     assert {pretrain.lr_at(flat, s) for s in range(3)} == {0.5}
 
 
-@pytest.mark.parametrize("wrong", [dict(length=1), dict(steps=0), dict(mtp="sometimes"), dict(precision="fp8"), dict(mix={"code": .9}),
+@pytest.mark.parametrize("wrong", [dict(length=1), dict(steps=0), dict(mtp="sometimes"), dict(precision="fp8"),
+                                   dict(mix={"code": .9}),
                                    dict(mix={"code": 1.5, "track": -.5}), dict(mix={"code": .995, "track": .005}),
                                    dict(warmup=8, decay=0.5), dict(mtp_every=0)])
 def test_phases_that_make_no_sense_are_refused(wrong):

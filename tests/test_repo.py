@@ -77,7 +77,8 @@ def test_leaves_run_with_what_they_may_import(tmp_path) -> None:
         for n in closure:
             (folder / f"{n}.py").write_text((ROOT / f"{n}.py").read_text())
     code = (
-        "import sys; sys.modules['triton'] = None\nfor name in {!r}:\n    sys.path.insert(0, {!r} + '/' + name)\n    __import__(name)\n"
+        "import sys; sys.modules['triton'] = None\nfor name in {!r}:\n"
+        "    sys.path.insert(0, {!r} + '/' + name)\n    __import__(name)\n"
         "    for m in {!r}: sys.modules.pop(m, None)\n    sys.path.pop(0)"
     )
     names = [n for n in ARROWS if n != "train"]
