@@ -55,7 +55,14 @@ class MTP(nn.Module):
         super().__init__()
         if n_mtp < 1:
             raise ValueError(f"n_mtp = {n_mtp}: multi-token prediction needs at least one layer")
+        self.config = config
         self.layers = nn.ModuleList(Layer(config) for _ in range(n_mtp))
+        if not self.layers[0].eh_proj.weight.is_meta:
+            self.reset_parameters(0)
+
+    def reset_parameters(self, seed: int) -> None:
+        """From scratch, as the report does: fill all weights from one seeded generator."""
+        moe.initialise(self, self.config, seed)
 
     def forward(
         self, model: moe.Transformer, hidden: Tensor, tokens: Tensor, ctx: moe.Context, detach: bool = False

@@ -408,7 +408,7 @@ def stage_pretrain(run: Run) -> None:
     c, corpus = run.config, corpus_of(run)
     if not (run.out / "checkpoints" / "pretrain-part.pt").exists():
         run.model.reset_parameters(c.seed)
-        moe.initialise(run.layers, c.model, c.seed + 1)
+        run.layers.reset_parameters(c.seed + 1)
         bits_per_byte(run, corpus, "start")
 
     def cut(step: int) -> None:
