@@ -45,6 +45,7 @@ import kl
 import length_penalty
 import moe
 import mtp
+import sandbox
 from summarize import Chain, Protocol, Rollout, Segment, WindowConfig
 
 
@@ -156,7 +157,9 @@ class World(NamedTuple):
 class _Slot:
     task: object
     chain: Chain
+    index: int  # of the rollout in its group
     start: int  # where the model's current turn begins in the window
+    tries: int = 0  # how often the machine has lost this rollout's workspace
     workspace: object = None
     segments: list[Segment] = field(default_factory=list)
     pending: Future | None = None  # tool calls or grading under way
@@ -226,7 +229,7 @@ class Sampler:
     def _begin(self, i: int, task: object, index: int) -> None:
         chain = Chain(self.protocol, task.prompt, self.window, self.summariser)
         ids = chain.open()
-        self.slots[i] = _Slot(task, chain, len(ids))
+        self.slots[i] = _Slot(task, chain, index, len(ids))
         key = zlib.crc32(f"{self.seed}/{task.id}/{index}".encode())
         self.engine.force(i, ids, len(ids) + chain.room(len(ids)), reset=True, key=key)
 
@@ -250,13 +253,22 @@ class Sampler:
         """In a pool thread: run the calls of a turn in order; after the last turn grade the final state."""
         if slot.workspace is None:
             slot.workspace = self.world.open(slot.task)
-        results = [slot.workspace.call(c.tool, c.args) for c in calls]
-        return results, self.world.grade(slot.task, slot.workspace, slot.chain.answer) if last else None
+        try:
+            results = [slot.workspace.call(c.tool, c.args) for c in calls]
+            return results, self.world.grade(slot.task, slot.workspace, slot.chain.answer) if last else None
+        except (sandbox.SandboxDied, sandbox.TooBig) as error:
+            if not getattr(error, "policy", True):
+                raise
+            slot.chain.finish = "died"  # the model's own doing: it keeps its tokens and earns nothing
+            return [], 0.0
 
     def _continue(self, i: int) -> Rollout | None:
         """Feed results back, or return the finished rollout."""
         slot = self.slots[i]
-        (results, reward), slot.pending = slot.pending.result(), None
+        try:
+            (results, reward), slot.pending = slot.pending.result(), None
+        except sandbox.SandboxDied:
+            return self._again(i)
         slot.counts["broken"] += sum(not r.ok for r in results)
         if reward is None:
             used = int(self.engine.known[i])
@@ -265,7 +277,8 @@ class Sampler:
                 slot.start = used + len(ids)
                 self.engine.force(i, ids, slot.start + slot.chain.room(slot.start))
                 return None
-            reward = self.world.grade(slot.task, slot.workspace, slot.chain.answer)
+            slot.pending = self.pool.submit(self._work, slot, (), True)
+            return None
         self._close_window(i)
         slot.workspace.close()
         self.slots[i] = None
@@ -280,6 +293,17 @@ class Sampler:
             reward,
             extra=dict(slot.counts, summaries=c.n_summaries),
         )
+
+    def _again(self, i: int) -> None:
+        """The machine lost a workspace: that is not the model's failure, so the rollout starts anew, twice at most."""
+        slot = self.slots[i]
+        slot.workspace.close()
+        if slot.tries == 2:
+            raise sandbox.SandboxDied(
+                f"{slot.task.id}: three workspaces in a row died; is the machine out of memory?"
+            )
+        self._begin(i, slot.task, slot.index)
+        self.slots[i].tries = slot.tries + 1
 
     def _close_window(self, i: int) -> None:
         ids, mask, logprobs, versions, routes = self.engine.window(i)

@@ -1,5 +1,6 @@
 """grpo.py: the loss by hand and by invariance, groups, packing, files, the delta chain, the loop."""
 
+import itertools
 import json
 import math
 import random
@@ -389,3 +390,47 @@ def test_reward_is_never_overwritten() -> None:
 def test_bad_configurations_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError):
         grpo.GRPOConfig(**bad)
+
+
+class Dying(sandbox.Memory):
+    """A workspace whose first calls fail: `plan` says how, one entry a workspace."""
+
+    plan: list = []
+
+    def call(self, tool, args=()):
+        if Dying.plan:
+            raise sandbox.SandboxDied("gone", policy=Dying.plan.pop(0))
+        return super().call(tool, args)
+
+
+def scripted_sampler(monkeypatch, plan: list, task) -> list[Rollout]:
+    written = itertools.repeat(PROTOCOL.render(task.reference.turns[0]))  # writes the file, again and again
+    monkeypatch.setattr(Dying, "plan", plan)
+    world = grpo.World(lambda t: bench.open_workspace(Dying, t), bench.grade)
+    sampler = grpo.Sampler(small_model().eval(), PROTOCOL, WINDOW, world, 1)
+    real = sampler.engine.window
+
+    def window(slot):
+        """The engine's window with its last turn replaced by the reference's next one."""
+        ids, mask, logprobs, versions, routes = real(slot)
+        start = sampler.slots[slot].start
+        if sampler.slots[slot].pending is None and len(ids) > start:
+            turn = next(written)
+            ids = ids[:start] + turn
+        return ids, [0] * len(ids), [0.0] * len(ids), [0] * len(ids), None
+
+    monkeypatch.setattr(sampler.engine, "window", window)
+    with torch.no_grad():
+        out = [r for _, r in sampler.run(iter([(task, 0)]))]
+    sampler.close()
+    return out
+
+
+def test_a_death_by_the_machine_is_repeated_and_one_by_the_model_scores_zero(monkeypatch) -> None:
+    task = bench.task("new", "train", 0)
+    (own,) = scripted_sampler(monkeypatch, [True], task)
+    assert own.reward == 0.0 and own.finish == "died"
+    (repeated,) = scripted_sampler(monkeypatch, [False], task)
+    assert repeated.reward == 1.0 and repeated.finish == "turns" and len(repeated.segments) == 1
+    with pytest.raises(sandbox.SandboxDied, match="three workspaces"):
+        scripted_sampler(monkeypatch, [False] * 9, task)
