@@ -13,10 +13,10 @@ Stages, in order (report §3 to §6):
     rl         asynchronous RL: a sampler process and this one         (R1–R9, I1–I3)
     eval       held-out tasks before and after RL                      (R7, V4)
 
-A size is a row of differences from the dataclasses' defaults (SIZES); nothing branches on its name. Any field can be set:
-`--set grpo.group_size=16`. The run's folder (default runs/<size>) holds run.json (configuration, finished stages),
-metrics.jsonl, checkpoints/, groups/ (finished rollouts on their way to the trainer), weights/ (on their way to the sampler)
-and eval/.
+A size is a row of differences from the dataclasses' defaults (SIZES); nothing branches on its name. Any field
+can be set: `--set grpo.group_size=16`. The run's folder (default runs/<size>) holds run.json (configuration,
+finished stages), metrics.jsonl, checkpoints/, groups/ (finished rollouts on their way to the trainer),
+weights/ (on their way to the sampler) and eval/.
 
 Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the start of its process.
     bits, loss                 loss of a training batch, per target token (bits, nats)
@@ -37,8 +37,9 @@ Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the st
     weight_bytes, weight_ratio, weight_changed                 of the published delta
     mean, best_of_8            of an evaluation: over tasks, 8 samples each
 
-Differences from the report: every number of the toy; one machine; the MTP loss is taken on every `mtp_every`-th step. Not here
-yet: torch.distributed inside a service, `--plan`, an evaluator process beside the run, Figure 2.
+Differences from the report: every number of the toy; one machine; the MTP loss is taken on every
+`mtp_every`-th step. Not here yet: torch.distributed inside a service, `--plan`, an evaluator process beside
+the run, Figure 2.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from summarize import Protocol, Rollout, WindowConfig
 STAGES = ("pretrain", "mtp", "long", "sft", "rl", "eval")
 
 
-# ----------------------------------------------------------------------------------------------------------------- sizes
+# ------------------------------------------------------------------------------------------------------ sizes
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,7 @@ class Config:
     n_mtp: int = 1
     sft_accuracy: float = 0.3  # share of right choices in the last demonstrations
     sft_careful: float = 0.72  # share of the phase in which every demonstration is right
-    sft_code: int = (
-        12  # every n-th sample of the phase is a piece of code, so that it is not forgotten; 0: none
-    )
+    sft_code: int = 12  # every n-th sample is a piece of code, so that it is not forgotten; 0: none
     weight_decay: float = 0.05
     eval_tasks: int = 24  # per family
     eval_samples: int = 8
@@ -111,62 +110,21 @@ class Config:
 
 SIZES: dict[str, dict] = {
     "toy": dict(
-        model=dict(
-            vocab_size=272,
-            dim=128,
-            n_layers=4,
-            n_heads=4,
-            q_lora_rank=64,
-            kv_lora_rank=64,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
-            ffn_dim=256,
-            expert_dim=64,
-            n_experts=8,
-            n_experts_per_tok=2,
-            route_scale=1.0,
-            rope_theta=10_000.0,
-            rope_factor=4.0,
-            rope_original_len=256,
-            init_std=0.0,
-            positional_heads=3,
-        ),
+        model=dict(vocab_size=272, dim=128, n_layers=4, n_heads=4, q_lora_rank=64, kv_lora_rank=64,
+                   qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32, ffn_dim=256, expert_dim=64,
+                   n_experts=8, n_experts_per_tok=2, route_scale=1.0, rope_theta=10_000.0, rope_factor=4.0,
+                   rope_original_len=256, init_std=0.0, positional_heads=3),
         pretrain=dict(length=256, rows=10, steps=160, lr=3e-3, warmup=20),
         mtp=dict(length=256, rows=10, steps=50, lr=3e-3, warmup=5),
-        long=dict(
-            length=1024,
-            rows=3,
-            steps=60,
-            lr=2e-3,
-            lr_start=3e-3,
-            warmup=5,
-            mtp_every=4,
-            mix={"code": 0.5, "track": 0.5},
-        ),
-        sft=dict(length=224, rows=10, steps=700, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4),
-    ),
+        long=dict(length=1024, rows=3, steps=60, lr=2e-3, lr_start=3e-3, warmup=5, mtp_every=4,
+                  mix={"code": 0.5, "track": 0.5}),
+        sft=dict(length=224, rows=10, steps=700, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4)),
     "full": dict(device="cuda"),
 }
 
-SMOKE = (
-    "pretrain.steps=6",
-    "mtp.steps=4",
-    "long.steps=3",
-    "sft.steps=8",
-    "grpo.steps=2",
-    "grpo.groups=2",
-    "grpo.group_size=4",
-    "grpo.slots=16",
-    "eval_tasks=1",
-    "eval_samples=2",
-    "control_tasks=1",
-    "heldout_bytes=3000",
-    "pretrain.warmup=2",
-    "sft.warmup=2",
-    "mtp.warmup=1",
-    "long.warmup=1",
-)
+SMOKE = ("pretrain.steps=6", "mtp.steps=4", "long.steps=3", "sft.steps=8", "grpo.steps=2", "grpo.groups=2",
+         "grpo.group_size=4", "grpo.slots=16", "eval_tasks=1", "eval_samples=2", "control_tasks=1",
+         "heldout_bytes=3000", "pretrain.warmup=2", "sft.warmup=2", "mtp.warmup=1", "long.warmup=1")
 
 
 class Refused(Exception):
@@ -198,23 +156,18 @@ def parse_value(key: str, text: str, kind: object) -> object:
 def find_key(key: str) -> tuple[str, str, object]:
     """(section, field, type) of a dotted key; the section is "" for a field of the run itself."""
     top = typing.get_type_hints(Config)
-    known = {
-        (f"{section}.{f.name}" if section else f.name): (
-            section,
-            f.name,
-            typing.get_type_hints(owner)[f.name],
-        )
-        for section, owner in [("", Config), *((n, t) for n, t in top.items() if dataclasses.is_dataclass(t))]
-        for f in dataclasses.fields(owner)
-        if not dataclasses.is_dataclass(top.get(f.name)) or section
-    }
+    sections = [("", Config), *((n, t) for n, t in top.items() if dataclasses.is_dataclass(t))]
+    known = {(f"{section}.{f.name}" if section else f.name):
+             (section, f.name, typing.get_type_hints(owner)[f.name])
+             for section, owner in sections for f in dataclasses.fields(owner)
+             if section or not dataclasses.is_dataclass(top[f.name])}
     if key not in known:
         raise Refused(f"--set {key}: there is no such key; {nearest(key, list(known))}")
     return known[key]
 
 
 def with_sets(config: Config, items: list[str]) -> Config:
-    """The configuration with every key=value of `items` set; a section is checked once, with all its new values."""
+    """The configuration with every key=value of `items` set; a section is checked once, as a whole."""
     new: dict[str, dict[str, object]] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -251,11 +204,11 @@ def config_from(plain: dict) -> Config:
     return Config(**{k: one(kinds[k], v) for k, v in plain.items()})
 
 
-# ------------------------------------------------------------------------------------------------------------ a run's state
+# ---------------------------------------------------------------------------------------------- a run's state
 
 
 class Memory(threading.Thread):
-    """Watches the memory of this process and its children: peak of the summed proportional set sizes, in bytes."""
+    """Watches the memory of this process and its children: peak of Σ proportional set sizes, in bytes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -310,22 +263,19 @@ class Run:
 
     def log(self, stage: str, step: int, **values: object) -> None:
         keep = {k: v for k, v in values.items() if k != "sample_ids"}
-        line = json.dumps(
-            dict(stage=stage, step=step, wall_s=round(time.perf_counter() - self.began, 2), **keep)
-        )
+        wall_s = round(time.perf_counter() - self.began, 2)
+        line = json.dumps(dict(stage=stage, step=step, wall_s=wall_s, **keep))
         with open(self.out / "metrics.jsonl", "a") as f:
             f.write(line + "\n")
 
     def checkpoint(self, name: str, **extra: object) -> None:
-        """Weights of model and MTP layers with whatever a stage needs to go on; replaces the one of the same name."""
+        """Weights of model and MTP layers and what a stage needs to go on; replaces the one of that name."""
         (self.out / "checkpoints").mkdir(exist_ok=True)
-        grpo.write_file(
-            self.out / "checkpoints" / f"{name}.pt",
-            dict(model=self.model.state_dict(), mtp=self.layers.state_dict(), **extra),
-        )
+        grpo.write_file(self.out / "checkpoints" / f"{name}.pt",
+                        dict(model=self.model.state_dict(), mtp=self.layers.state_dict(), **extra))
 
     def load(self, name: str) -> dict | None:
-        """Load a checkpoint's weights; None where there is none, or where it is damaged (said in one line)."""
+        """Load a checkpoint's weights; None where there is none or it is damaged (said in one line)."""
         path = self.out / "checkpoints" / f"{name}.pt"
         if not path.exists():
             return None
@@ -342,28 +292,15 @@ class Run:
 def bar(iterable: Iterator | None = None, **options: object) -> tqdm:
     """A progress bar on a terminal; in a log file one line every 30 seconds."""
     quiet = not sys.stderr.isatty()
-    return tqdm(
-        iterable,
-        mininterval=30 if quiet else 0.5,
-        maxinterval=30 if quiet else 10,
-        dynamic_ncols=True,
-        ascii=quiet,
-        leave=True,
-        **options,
-    )
+    return tqdm(iterable, mininterval=30 if quiet else 0.5, maxinterval=30 if quiet else 10,
+                dynamic_ncols=True, ascii=quiet, leave=True, **options)
 
 
-# ------------------------------------------------------------------------------------------------------ training phases
+# -------------------------------------------------------------------------------------------- training phases
 
 
-def train(
-    run: Run,
-    stage: str,
-    phase: Phase,
-    batches: Callable[[pretrain.Cursor], Iterator],
-    modules: list,
-    at: Callable[[int], None] = lambda step: None,
-) -> None:
+def train(run: Run, stage: str, phase: Phase, batches: Callable[[pretrain.Cursor], Iterator], modules: list,
+          at: Callable[[int], None] = lambda step: None) -> None:
     """Run one phase with bar, log and checkpoints; goes on from its own checkpoint when there is one."""
     optimizer = pretrain.make_optimizer(modules, phase.lr, run.config.weight_decay)
     cursor, saved = pretrain.Cursor(), run.load(f"{stage}-part")
@@ -380,16 +317,14 @@ def train(
             progress.set_postfix(refresh=False, **shown, tok_s=f"{m['tokens'] / m['seconds']:.0f}")
             progress.update()
             if time.perf_counter() - last > run.config.checkpoint_s:
-                run.checkpoint(
-                    f"{stage}-part", optimizer=optimizer.state_dict(), cursor=dataclasses.asdict(cursor)
-                )
+                run.checkpoint(f"{stage}-part", optimizer=optimizer.state_dict(),
+                               cursor=dataclasses.asdict(cursor))
                 last = time.perf_counter()
 
 
 def corpus_of(run: Run) -> pretrain.Corpus:
-    return pretrain.Corpus.load(
-        run.config.data or None, pretrain.Bytes(), tuple(run.config.heldout.split(","))
-    )
+    return pretrain.Corpus.load(run.config.data or None, pretrain.Bytes(),
+                                tuple(run.config.heldout.split(",")))
 
 
 def bits_per_byte(run: Run, corpus: pretrain.Corpus, when: str) -> float:
@@ -415,50 +350,34 @@ def stage_pretrain(run: Run) -> None:
         if step == max(c.pretrain.steps // 2, 1):
             run.checkpoint("mid")  # the mid-run checkpoint on which the MTP layers are trained (T2)
 
-    train(
-        run,
-        "pretrain",
-        c.pretrain,
-        lambda cursor: pretrain.code_batches(corpus, c.pretrain, cursor, c.seed),
-        [run.model],
-        cut,
-    )
+    train(run, "pretrain", c.pretrain,
+          lambda cursor: pretrain.code_batches(corpus, c.pretrain, cursor, c.seed), [run.model], cut)
     bits_per_byte(run, corpus, "pretrain")
 
 
 def stage_mtp(run: Run) -> None:
-    """Self-distillation on the mid-run model, then the layers are joined to the model at the end of pretraining."""
+    """Self-distillation on the mid-run model; then the layers join the model at the end of pretraining."""
     c, corpus = run.config, corpus_of(run)
     final = {k: v.clone() for k, v in run.model.state_dict().items()}
     if not (run.out / "checkpoints" / "mtp-part.pt").exists() and run.load("mid") is None:
         print("mtp: no mid-run checkpoint, the layers learn on the final model")
-    train(
-        run,
-        "mtp",
-        c.mtp,
-        lambda cursor: pretrain.code_batches(corpus, c.mtp, cursor, c.seed + 1),
-        [run.layers],
-    )
+    train(run, "mtp", c.mtp,
+          lambda cursor: pretrain.code_batches(corpus, c.mtp, cursor, c.seed + 1), [run.layers])
     run.model.load_state_dict(final)
 
 
 def stage_long(run: Run) -> None:
     c, corpus = run.config, corpus_of(run)
-    train(
-        run,
-        "long",
-        c.long,
-        lambda cursor: pretrain.code_batches(corpus, c.long, cursor, c.seed + 2),
-        [run.model, run.layers],
-    )
+    train(run, "long", c.long,
+          lambda cursor: pretrain.code_batches(corpus, c.long, cursor, c.seed + 2), [run.model, run.layers])
     bits_per_byte(run, corpus, "long")
 
 
 def demonstrations(run: Run, corpus: pretrain.Corpus, first: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Samples (ids, mask) of the SFT phase from `first` on: one segment each, families in turn, and pieces of code between.
+    """Samples (ids, mask) of the SFT phase from `first` on: one segment each, families in turn, code between.
 
-    All demonstrations are right in the first `sft_careful` of the phase, then only `sft_accuracy` of them: the model first
-    learns how, and then the habits that RL is to change.
+    All demonstrations are right in the first `sft_careful` of the phase, then only `sft_accuracy` of them:
+    the model first learns how, and then the habits that RL is to change.
     """
     c, families = run.config, list(bench.FAMILIES)
     per_step, sample, index = c.sft.rows * c.sft.length / 95, 0, 0  # about 95 tokens a segment
@@ -479,19 +398,16 @@ def demonstrations(run: Run, corpus: pretrain.Corpus, first: int) -> Iterator[tu
 
 def stage_sft(run: Run) -> None:
     c, corpus = run.config, corpus_of(run)
-    train(
-        run,
-        "sft",
-        c.sft,
-        lambda cursor: pretrain.pack(
-            demonstrations(run, corpus, cursor.sample), c.sft.length, c.sft.rows, cursor.sample
-        ),
-        [run.model, run.layers],
-    )
+
+    def batches(cursor: pretrain.Cursor) -> Iterator:
+        stream = demonstrations(run, corpus, cursor.sample)
+        return pretrain.pack(stream, c.sft.length, c.sft.rows, cursor.sample)
+
+    train(run, "sft", c.sft, batches, [run.model, run.layers])
     bits_per_byte(run, corpus, "sft")
 
 
-# ---------------------------------------------------------------------------------------------------------- RL and eval
+# ------------------------------------------------------------------------------------------------ RL and eval
 
 
 def world_of() -> grpo.World:
@@ -499,15 +415,13 @@ def world_of() -> grpo.World:
     return grpo.World(lambda t: bench.open_workspace(environment, t), bench.grade)
 
 
-def evaluate(
-    run: Run, tasks: list, samples: int, name: str, summariser: Callable[[str], str] | None = None
-) -> list[Rollout]:
+def evaluate(run: Run, tasks: list, samples: int, name: str,
+             summariser: Callable[[str], str] | None = None) -> list[Rollout]:
     """Sampled rollouts of the run's model on held-out tasks."""
     c = run.config
     run.model.eval()
-    sampler = grpo.Sampler(
-        run.model, run.protocol, c.window, world_of(), c.grpo.slots, c.grpo.temperature, c.seed, summariser
-    )
+    sampler = grpo.Sampler(run.model, run.protocol, c.window, world_of(), c.grpo.slots, c.grpo.temperature,
+                           c.seed, summariser)
     jobs = ((t, g) for t in tasks for g in range(samples))
     done, solved = [], 0.0
     with torch.no_grad(), bar(total=len(tasks) * samples, desc=name, unit="rollout") as progress:
@@ -534,43 +448,29 @@ def scored(run: Run, name: str, version: int) -> None:
     for r in rollouts:
         if r.family not in shown or r.reward > shown[r.family].reward:
             shown[r.family] = r
-    (run.out / "eval" / f"{version}.txt").write_text(
-        "\n\n".join(bench.transcript(r, run.protocol) for r in shown.values()) + "\n",
-        errors="backslashreplace",
-    )
+    text = "\n\n".join(bench.transcript(r, run.protocol) for r in shown.values()) + "\n"
+    (run.out / "eval" / f"{version}.txt").write_text(text, errors="backslashreplace")
 
 
 def start_sampler(run: Run) -> subprocess.Popen:
     """The sampling service as a process of its own, with a thread of its own."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            os.path.abspath(__file__),
-            "--role",
-            "sampler",
-            "--out",
-            str(run.out),
-            "--size",
-            run.size,
-        ],
-        stdout=open(run.out / "sampler.log", "a"),
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-    )
+    command = [sys.executable, os.path.abspath(__file__), "--role", "sampler", "--out", str(run.out),
+               "--size", run.size]
+    return subprocess.Popen(command, stdout=open(run.out / "sampler.log", "a"), stderr=subprocess.STDOUT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def stage_rl(run: Run) -> None:
-    """The trainer's side of RL: collect, step, publish, now and then checkpoint. A sampler that dies is started anew (I3)."""
+    """The trainer's side of RL: collect, step, publish, save. A sampler that dies is started anew (I3)."""
     c = run.config
     if not (run.out / "checkpoints" / "rl-part.pt").exists():
         run.checkpoint("reference")  # π_ref: the model before RL
     torch.set_num_threads(1)
-    trainer = grpo.Trainer(
-        run.model,
-        lambda ps: torch.optim.AdamW(ps, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True),
-        c.grpo,
-        run.out,
-    )
+
+    def optimizer_of(parameters: list) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True)
+
+    trainer = grpo.Trainer(run.model, optimizer_of, c.grpo, run.out)
     if saved := run.load("rl-part"):
         trainer.load(saved["trainer"])
     elif list((run.out / "weights").glob("*.*")):
@@ -581,9 +481,8 @@ def stage_rl(run: Run) -> None:
 
     def alive() -> None:
         if process[0].poll() is not None:
-            print(
-                f"rl: the sampler ended with code {process[0].returncode} (see {run.out / 'sampler.log'}); starting another"
-            )
+            print(f"rl: the sampler ended with code {process[0].returncode} (see {run.out / 'sampler.log'}); "
+                  "starting another")
             process[0] = start_sampler(run)
             time.sleep(1.0)
 
@@ -605,21 +504,11 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
             families: dict[str, list[float]] = {}
             for g in groups:
                 families.setdefault(g[0].family, []).extend(r.reward for r in g)
-            run.log(
-                "rl",
-                trainer.version,
-                wait_s=round(waited, 3),
-                **metrics,
-                families={f: sum(r) / len(r) for f, r in families.items()},
-            )
-            progress.set_postfix(
-                refresh=False,
-                reward=f"{metrics['reward']:.3f}",
-                kl=f"{metrics['kl']:.1f}",
-                lag=f"{metrics['lag']:.1f}",
-                entropy=f"{metrics['entropy']:.3f}",
-                wait=f"{waited:.1f}s",
-            )
+            run.log("rl", trainer.version, wait_s=round(waited, 3), **metrics,
+                    families={f: sum(r) / len(r) for f, r in families.items()})
+            progress.set_postfix(refresh=False, reward=f"{metrics['reward']:.3f}", kl=f"{metrics['kl']:.1f}",
+                                 lag=f"{metrics['lag']:.1f}", entropy=f"{metrics['entropy']:.3f}",
+                                 wait=f"{waited:.1f}s")
             progress.update()
             if time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps:
                 run.checkpoint("rl-part", trainer=trainer.state())
@@ -637,32 +526,24 @@ def sampler_role(out: Path) -> None:
     reference = moe.Transformer(c.model)
     reference.load_state_dict(run.model.state_dict())
     parent = os.getppid()
+
+    def task(family: str, index: int) -> bench.Task:
+        return bench.task(family, "train", 10_000_000 + index, c.seed)
+
     with torch.no_grad():
-        grpo.sampler_loop(
-            run.model.eval(),
-            reference.eval(),
-            run.protocol,
-            c.window,
-            world_of(),
-            c.grpo,
-            c.penalty,
-            out,
-            lambda family, index: bench.task(family, "train", 10_000_000 + index, c.seed),
-            list(bench.FAMILIES),
-            c.seed,
-            lambda: os.getppid() == parent,
-        )
+        grpo.sampler_loop(run.model.eval(), reference.eval(), run.protocol, c.window, world_of(), c.grpo,
+                          c.penalty, out, task, list(bench.FAMILIES), c.seed,
+                          lambda: os.getppid() == parent)
 
 
 def acceptance(run: Run) -> dict[str, float]:
-    """Speculative decoding with the trained MTP layer on demonstrations' prompts: share of drafts accepted, tokens per forward."""
+    """Speculative decoding on demonstrations' prompts: share of drafts accepted, tokens per forward."""
     accepted, per_forward = [], []
     for t in bench.suite("heldout", 1, run.config.seed):
         prompt = bench.demonstrate(t, run.protocol, run.config.window, 1.0)[0]
         first = prompt.mask.index(1)
-        _, stats = mtp.speculative(
-            run.model.eval(), run.layers.eval(), prompt.ids[:first], 24, stop=run.protocol.end
-        )
+        _, stats = mtp.speculative(run.model.eval(), run.layers.eval(), prompt.ids[:first], 24,
+                                   stop=run.protocol.end)
         accepted.append(stats["acceptance"])
         per_forward.append(stats["tokens_per_forward"])
     n = len(accepted)
@@ -670,17 +551,17 @@ def acceptance(run: Run) -> dict[str, float]:
 
 
 def stage_eval(run: Run) -> None:
-    """After RL; the numbers before RL were taken when its stage began. Controls: the summary family without its summaries."""
+    """After RL; before_rl ran when that stage began. Controls: the summary family without its summaries."""
     c = run.config
     run.results.update(acceptance(run))
     scored(run, "after_rl", c.grpo.steps)
     pins = [bench.task("pin", "heldout", i, c.seed) for i in range(c.control_tasks)]
     scramble = str.maketrans("0123456789", "7305928164")
     controls = {"own": None, "blanked": lambda text: "", "scrambled": lambda text: text.translate(scramble)}
-    run.results["summary_control"] = {
-        name: round(bench.score(evaluate(run, pins, c.eval_samples, f"pin, {name}", f), 1)["mean"], 4)
-        for name, f in controls.items()
-    }
+    control = run.results["summary_control"] = {}
+    for name, f in controls.items():
+        rollouts = evaluate(run, pins, c.eval_samples, f"pin, {name}", f)
+        control[name] = round(bench.score(rollouts, 1)["mean"], 4)
 
 
 def before_rl(run: Run) -> None:
@@ -689,16 +570,11 @@ def before_rl(run: Run) -> None:
 
 
 RUNNERS: dict[str, Callable[[Run], None]] = dict(
-    pretrain=stage_pretrain,
-    mtp=stage_mtp,
-    long=stage_long,
-    sft=stage_sft,
-    rl=lambda run: (before_rl(run), stage_rl(run)),
-    eval=stage_eval,
-)
+    pretrain=stage_pretrain, mtp=stage_mtp, long=stage_long, sft=stage_sft,
+    rl=lambda run: (before_rl(run), stage_rl(run)), eval=stage_eval)
 
 
-# ------------------------------------------------------------------------------------------------------------ the program
+# ------------------------------------------------------------------------------------------------ the program
 
 
 def report(run: Run) -> dict:
@@ -711,42 +587,28 @@ def report(run: Run) -> dict:
     before, after = r.get("before_rl"), r.get("after_rl")
     if before and after:
         k = next(key for key in after if key.startswith("best_of"))
-        print(
-            f"\n{'held-out tasks':15} {'mean before':>11} {'after RL':>9}   {k + ' before':>17} {'after RL':>9}"
-        )
+        print(f"\n{'held-out tasks':15} {'mean before':>11} {'after RL':>9}   "
+              f"{k + ' before':>17} {'after RL':>9}")
         for f, b in [*before["families"].items(), ("all", before)]:
             a = after if f == "all" else after["families"][f]
             print(f"{f:15} {b['mean']:11.3f} {a['mean']:9.3f}   {b[k]:17.3f} {a[k]:9.3f}")
-        print(
-            "".join(
-                f"\n{n} per rollout: {before[n]:.1f} before, {after[n]:.1f} after"
-                for n in ("tokens", "turns", "calls")
-            )
-        )
-        control = r["summary_control"]
-        print(
-            "pin with its own summaries {own:.3f}, blanked {blanked:.3f}, scrambled {scrambled:.3f}".format(
-                **control
-            )
-        )
-        print(
-            f"MTP: {r['mtp_acceptance']:.3f} of drafts accepted, {r['tokens_per_forward']:.2f} tokens per forward pass"
-        )
+        print("".join(f"\n{n} per rollout: {before[n]:.1f} before, {after[n]:.1f} after"
+                      for n in ("tokens", "turns", "calls")))
+        print("pin with its own summaries {own:.3f}, blanked {blanked:.3f}, scrambled {scrambled:.3f}"
+              .format(**r["summary_control"]))
+        print(f"MTP: {r['mtp_acceptance']:.3f} of drafts accepted, "
+              f"{r['tokens_per_forward']:.2f} tokens per forward pass")
     keep = ("heldout_bpb", "mtp_acceptance", "tokens_per_forward", "before_rl", "after_rl", "summary_control")
-    line = dict(
-        wall_s=round(run.state["wall_s"], 1),
-        peak_rss_gb=round(r.get("peak_rss", 0) / 2**30, 3),
-        **{k: r[k] for k in keep if k in r},
-    )
+    line = dict(wall_s=round(run.state["wall_s"], 1), peak_rss_gb=round(r.get("peak_rss", 0) / 2**30, 3),
+                **{k: r[k] for k in keep if k in r})
     if before and after:
-        line["families"] = {
-            f: dict(before=before["families"][f], after=after["families"][f]) for f in after["families"]
-        }
+        line["families"] = {f: dict(before=before["families"][f], after=after["families"][f])
+                            for f in after["families"]}
     return line
 
 
 def open_run(args: argparse.Namespace, config: Config) -> Run:
-    """The run's folder: new, or an unfinished one of the same configuration with --resume. Nothing is overwritten."""
+    """The run's folder: new, or an unfinished one of the same configuration with --resume."""
     out = Path(args.out or f"runs/{args.size}")
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is a file: name a folder")
@@ -761,16 +623,12 @@ def open_run(args: argparse.Namespace, config: Config) -> Run:
     if path.exists():
         found = json.loads(path.read_text())
         if found["config"] != json.loads(json.dumps(run.state["config"])):
-            raise Refused(
-                f"--out {out} holds a run of another configuration: name another folder, or repeat that run's options"
-            )
+            raise Refused(f"--out {out} holds a run of another configuration: name another folder, "
+                          "or repeat that run's options")
         if not args.resume:
             finished = set(STAGES) <= set(found["done"])
-            raise Refused(
-                f"--out {out} holds a finished run: see its metrics.jsonl, or name another folder"
-                if finished
-                else f"--out {out} holds an unfinished run: add --resume"
-            )
+            raise Refused(f"--out {out} holds a finished run: see its metrics.jsonl, or name another folder"
+                          if finished else f"--out {out} holds an unfinished run: add --resume")
         run.state = found
     elif any(out.iterdir()):
         raise Refused(f"--out {out} is not empty and holds no run: name another folder")
@@ -791,9 +649,8 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         print(f"── {stage}", flush=True)
         RUNNERS[stage](run)
         spent = time.perf_counter() - began
-        run.results.setdefault("stage_s", {})[stage] = round(
-            run.results.get("stage_s", {}).get(stage, 0) + spent, 1
-        )
+        times = run.results.setdefault("stage_s", {})
+        times[stage] = round(times.get(stage, 0) + spent, 1)
         run.results["peak_rss"] = max(run.results.get("peak_rss", 0), run.memory.peak)
         run.state["wall_s"] += spent
         run.checkpoint(stage)
@@ -804,25 +661,21 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
-        epilog="Any field of the configuration can be set with --set; an unknown key names the nearest one.",
-    )
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0],
+                                epilog="Any field of the configuration can be set with --set; "
+                                       "an unknown key names the nearest one.")
     p.add_argument("--size", default="toy", help="toy (two CPU cores) or full (Kimi K2.5's numbers)")
     p.add_argument("--out", help="folder of the run (default runs/<size>)")
     p.add_argument("--seed", type=int, help="seed of everything random (default 0)")
     p.add_argument("--device", help="cpu or cuda")
     p.add_argument("--stages", default=",".join(STAGES), help="stages to run, by comma (default: all)")
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    p.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, e.g. grpo.group_size=16"
-    )
-    p.add_argument(
-        "--smoke", action="store_true", help="shrink every stage to seconds: a check that everything runs"
-    )
-    p.add_argument(
-        "--role", default="trainer", choices=("trainer", "sampler"), help="which service this process is"
-    )
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                   help="set a field, e.g. grpo.group_size=16")
+    p.add_argument("--smoke", action="store_true",
+                   help="shrink every stage to seconds: a check that everything runs")
+    p.add_argument("--role", default="trainer", choices=("trainer", "sampler"),
+                   help="which service this process is")
     return p
 
 
@@ -835,38 +688,30 @@ def main() -> None:
         for s in stages:
             if s not in STAGES:
                 raise Refused(f"--stages {s}: there is no such stage; {nearest(s, list(STAGES))}")
-        config = build_config(
-            args.size, [*(SMOKE if args.smoke else ()), *args.set], seed=args.seed, device=args.device
-        )
+        config = build_config(args.size, [*(SMOKE if args.smoke else ()), *args.set], seed=args.seed,
+                              device=args.device)
         if config.device not in ("cpu", "cuda"):
             raise Refused(f"--device {config.device}: choose cpu or cuda")
         if config.device == "cuda":
-            need = (
-                "--size full needs a cluster of GPUs with torchrun (about 512 of them for 1.0264T parameters)"
-            )
-            raise Refused(
-                f"{need}; --plan, which will show what fits where, is not there yet"
-                if args.size == "full"
-                else "--device cuda: the stages run on the CPU so far; leave --device out"
-            )
+            raise Refused("--size full needs a cluster of GPUs with torchrun (about 512 of them for 1.0264T "
+                          "parameters); --plan, which will show what fits where, is not there yet"
+                          if args.size == "full" else
+                          "--device cuda: the stages run on the CPU so far; leave --device out")
         run = open_run(args, config)
     except Refused as error:
         sys.exit(f"train.py: error: {error}")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    print(
-        f"size {args.size}, seed {config.seed}, device cpu, {config.threads} threads, "
-        f"{sum(p.numel() for p in run.model.parameters()):,} parameters + {sum(p.numel() for p in run.layers.parameters()):,} in "
-        f"{config.n_mtp} MTP layer(s), folder {run.out}",
-        flush=True,
-    )
+    sizes = [sum(p.numel() for p in module.parameters()) for module in (run.model, run.layers)]
+    print(f"size {args.size}, seed {config.seed}, device cpu, {config.threads} threads, "
+          f"{sizes[0]:,} parameters + {sizes[1]:,} in {config.n_mtp} MTP layer(s), folder {run.out}",
+          flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         execute(run, stages, args.resume)
     except (KeyboardInterrupt, SystemExit):
-        print(
-            f"\nstopped; what is finished is in {run.out}, go on with: python train.py --size {args.size} --out {run.out} --resume"
-        )
+        print(f"\nstopped; what is finished is in {run.out}, go on with: "
+              f"python train.py --size {args.size} --out {run.out} --resume")
         raise SystemExit(130) from None
     print(json.dumps(report(run)))
 
