@@ -1,31 +1,44 @@
 """The model: Kimi K2.5's mixture-of-experts transformer, at any size.
 
-Composer 2 starts from Kimi K2.5 (report §3, claims M1–M4), which is DeepSeek-V3's layout with other numbers: multi-head
-latent attention (MLA), a first dense layer, then layers whose feed-forward part is a router that sends each token to k of E
-small experts, plus one expert that every token shares. Everything that the number of parameters depends on stands in
-`Config`; `Config()` is the released Kimi K2.5 (1.0264T parameters, 32B active), and the toy is a row of smaller numbers.
+Composer 2 starts from Kimi K2.5 (report §3, claims M1–M4), which is DeepSeek-V3's layout with other numbers:
+multi-head latent attention (MLA), a first dense layer, then layers whose feed-forward part is a router that
+sends each token to K of E small experts, plus one expert that every token shares. Every number stands in
+`Config`; `Config()` is the released Kimi K2.5 (1.0264T parameters, 32B active), a toy is the same with smaller ones.
 
     router   s = sigmoid(x W_r)             scores, fp32
-             ids = top-k of s + b           b: correction bias, moved by the load, never by the gradient
+             ids = top-K of s + b           b: correction bias, moved by the load, never by the gradient
              g = s[ids] / Σ s[ids] · scale  gates; the gradient reaches the router through them
     layer    y = Σ_k g_k · E_ids_k(x) + E_shared(x)
 
-Legend: B batch, T tokens, S cached tokens, D width, H heads, E experts, K experts per token, R rank of the key-value latent,
-dn / dr / dv per-head width of the position-free key, the rotary key and the value.
+Legend: B batch, T tokens, S cached tokens, N = B·T, D width, H heads, E experts, K experts per token, R rank of
+the key-value latent, dn / dr / dv per-head width of the position-free key, the rotary key and the value.
 
 Differences from the released model:
 1. The latent norms use eps 1e-6 and the others 1e-5, as in transformers' implementation of this architecture.
-2. `positional_heads` > 0 starts that many heads of layer 0 as heads that look 1, 2, … tokens back (see `reset_parameters`).
-   It is an initialisation, not a change of the architecture: 0, the default, is Kimi's. The toy needs it because copying
-   from the context is the first thing that an agent does, and a model trained for two minutes does not discover it by itself.
+2. `positional_heads` > 0 starts that many heads of layer 0 as heads that look 1, 2, … tokens back
+   (`look_back`). It is an initialisation, not a change of the architecture: 0, the default, is Kimi's. The toy
+   needs it because copying from the context is the first thing that an agent does, and a model trained for two
+   minutes does not discover it by itself.
 3. Weights are initialised with std `init_std`, or 1/√fan_in where it is 0 (small widths want the latter).
+4. Left out: the vision tower, the sequence-wise auxiliary loss, and routing limited to groups of experts
+   (DeepSeek-V3 has 8 groups, Kimi 1; `public_config` refuses the former).
 
-    python moe.py        where the parameters of the full size are, and the parity of cached and plain attention
+    python moe.py           parameters, FLOPs, cache and wire bytes of the full size; router replay; exactness
+    python moe.py --bench   the experts beside transformers' (where installed), both ways; last line JSON
 """
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,17 +75,25 @@ class Config:
     rope_beta_slow: float = 1.0
     init_std: float = 0.02             # 0: 1/√fan_in
     positional_heads: int = 0          # ours: heads of layer 0 that start as "look n tokens back"
-    precision: str = "native"          # arithmetic of the experts: native, mxfp8 or nvfp4 (emulated where no GPU does it)
+    precision: str = "native"          # arithmetic of the experts (P2): native, mxfp8, nvfp4; emulated on a CPU
+    dispatch: str = "native"           # what routed rows travel in (S4): native, or mxfp8 there and bf16 back
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_experts_per_tok <= self.n_experts:
-            raise ValueError(f"n_experts_per_tok = {self.n_experts_per_tok} must be between 1 and n_experts = {self.n_experts}")
+            raise ValueError(f"n_experts_per_tok = {self.n_experts_per_tok} must be between 1 and "
+                             f"n_experts = {self.n_experts}")
         if not 0 <= self.n_dense_layers <= self.n_layers:
             raise ValueError(f"n_dense_layers = {self.n_dense_layers} must be between 0 and n_layers = {self.n_layers}")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even: rotary positions turn pairs")
         if self.precision not in ("native", "mxfp8", "nvfp4"):
             raise ValueError(f"precision = {self.precision!r}: choose native, mxfp8 or nvfp4")
+        if self.dispatch not in ("native", "mxfp8"):
+            raise ValueError(f"dispatch = {self.dispatch!r}: choose native or mxfp8")
+        low = self.precision != "native" or self.dispatch != "native"
+        if low and (self.dim % 32 or self.expert_dim % 32):
+            raise ValueError(f"dim = {self.dim} and expert_dim = {self.expert_dim} must be multiples of 32, the "
+                             "block of MXFP8; or choose native for precision and dispatch")
         if self.positional_heads > self.n_heads:
             raise ValueError(f"positional_heads = {self.positional_heads} exceeds n_heads = {self.n_heads}")
 
@@ -86,14 +107,14 @@ class Config:
         return self.n_layers - self.n_dense_layers
 
 
-# ---------------------------------------------------------------------------------------------------- rotary positions
+# ---------------------------------------------------------------------------------------- rotary positions
 
 
 def yarn_inverse_frequencies(c: Config) -> Tensor:
     """Inverse frequencies of the rotary pairs under YaRN (arXiv 2309.00071), float32 [dr / 2].
 
-    Pairs that turn more than beta_fast times within the original length keep θ^(−2i/dr), pairs that turn less than beta_slow
-    times are slowed by the factor, the ones between are blended linearly.
+    Pairs that turn more than beta_fast times within the original length keep θ^(−2i/dr), pairs that turn less
+    than beta_slow times are slowed by the factor, the ones between are blended linearly.
     """
     pairs = torch.arange(0, c.qk_rope_head_dim, 2, dtype=torch.float64)
     plain = c.rope_theta ** (-pairs / c.qk_rope_head_dim)
@@ -101,7 +122,8 @@ def yarn_inverse_frequencies(c: Config) -> Tensor:
         return plain.float()
 
     def pair_that_turns(times: float) -> float:
-        return (c.qk_rope_head_dim * math.log(c.rope_original_len / (times * 2 * math.pi))) / (2 * math.log(c.rope_theta))
+        turns = math.log(c.rope_original_len / (times * 2 * math.pi))
+        return c.qk_rope_head_dim * turns / (2 * math.log(c.rope_theta))
 
     low = max(math.floor(pair_that_turns(c.rope_beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(c.rope_beta_slow)), c.qk_rope_head_dim - 1)
@@ -110,7 +132,7 @@ def yarn_inverse_frequencies(c: Config) -> Tensor:
 
 
 def softmax_scale(c: Config) -> float:
-    """1/√(dn + dr), times the square of YaRN's attention temperature 0.1 ln(factor) + 1 (mscale = mscale_all_dim = 1)."""
+    """1/√(dn + dr), times the square of YaRN's attention temperature 0.1 ln(factor) + 1 (both mscales are 1)."""
     temperature = 0.1 * math.log(c.rope_factor) + 1 if c.rope_factor > 1 else 1.0
     return (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5 * temperature ** 2
 
@@ -121,7 +143,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
-# ------------------------------------------------------------------------------------------------------ cache and state
+# ----------------------------------------------------------------------------------------- cache and state
 
 
 class Cache:
@@ -145,7 +167,7 @@ class Cache:
 
 @dataclass
 class Context:
-    """What every layer of one forward pass shares: angles, mask, cache rows, replayed routes and the record of routes."""
+    """What the layers of one forward pass share: angles, mask, cache rows, replayed routes, recorded routes."""
     cos: Tensor                                  # [B, T, dr / 2]
     sin: Tensor
     positions: Tensor                            # [B, T]
@@ -159,7 +181,7 @@ class Context:
     routes: list[Tensor] | None = None           # filled with [B, T, K] per MoE layer when recording
 
 
-# ------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------ attention
 
 
 class RMSNorm(nn.Module):
@@ -175,8 +197,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2 §2.1; the names are the public checkpoints').
 
-    Two forms with the same result. Training projects latents up to keys and values of every head (`_plain`). Decoding folds
-    the up-projection into the query and the output, so that only the latents are touched (`_absorbed`):
+    Two forms with the same result. Training projects latents up to keys and values of every head (`_plain`).
+    Decoding folds the up-projection into the query and the output, so that only the latents are touched
+    (`_absorbed`). Both take the latents as an argument: they may be this call's, the cache's, or other ranks'.
 
         q_nopeᵀ (W_uk c) = (W_ukᵀ q_nope)ᵀ c          Σ_s p_s (W_uv c_s) = W_uv (Σ_s p_s c_s)
     """
@@ -193,20 +216,31 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(c.n_heads * c.v_head_dim, c.dim, bias=False)
 
     def forward(self, x: Tensor, ctx: Context, layer: int) -> Tensor:
+        q_nope, q_rope, latent, k_rope = self.project(x, ctx)
+        if ctx.cache is None:
+            return self.o_proj(self._plain(q_nope, q_rope, latent, k_rope, ctx.mask))
+        kv = self._write(torch.cat((latent, k_rope), dim=-1), ctx, layer)
+        return self.o_proj(self._absorbed(q_nope, q_rope, kv, ctx.mask))
+
+    def project(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, dn], [B, T, H, dr]; latents [B, T, R] and turned rotary keys [B, T, dr] of x."""
         c = self.c
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.unflatten(-1, (c.n_heads, -1))                                             # [B, T, H, dn + dr]
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_rope = rotate(q_rope, ctx.cos.unsqueeze(2), ctx.sin.unsqueeze(2))
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        latent = self.kv_a_layernorm(latent)                                             # [B, T, R]
-        k_rope = rotate(k_rope, ctx.cos, ctx.sin)                                        # [B, T, dr], one for all heads
-        if ctx.cache is None:
-            return self.o_proj(self._plain(q_nope, q_rope, latent, k_rope, ctx.mask))
-        kv = self._write(torch.cat((latent, k_rope), dim=-1), ctx, layer)
-        return self.o_proj(self._absorbed(q_nope, q_rope, kv, ctx.mask))
+        latent = self.kv_a_layernorm(latent)
+        k_rope = rotate(k_rope, ctx.cos, ctx.sin)                                        # one for all heads
+        # A masked key enters as 0 · value, and 0 · NaN is NaN. So a NaN token gets a latent of zeros and a rotary
+        # key of NaN: who may look at it gets NaN through the score, who may not (other documents, earlier tokens,
+        # the next user of its cache row) gets 0 · 0.
+        bad = latent.isnan().any(-1, keepdim=True)
+        return q_nope, q_rope, latent.masked_fill(bad, 0.0), k_rope.masked_fill(bad, math.nan)
 
-    def _plain(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
+    def _plain(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
+               ) -> Tensor:
+        """T queries over S latents; mask [B, 1, T, S], or None where T = S and causal. Returns [B, T, H · dv]."""
         c = self.c
         kv = self.kv_b_proj(latent).unflatten(-1, (c.n_heads, -1))                       # [B, S, H, dn + dv]
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
@@ -218,7 +252,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def _write(kv_new: Tensor, ctx: Context, layer: int) -> Tensor:
-        """Store the new entries [B, T, R + dr] at their rows and positions; return what may be looked at [B, span, R + dr]."""
+        """Store new entries [B, T, R + dr] at their rows and positions; returns what may be seen [B, span, R + dr]."""
         kv = ctx.cache.kv[layer]
         rows = torch.arange(kv.shape[0], device=kv.device) if ctx.rows is None else ctx.rows
         kv[rows.unsqueeze(1), ctx.positions] = kv_new.to(kv.dtype)
@@ -226,8 +260,8 @@ class Attention(nn.Module):
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
         c = self.c
-        w_uk, w_uv = self.kv_b_proj.weight.view(c.n_heads, -1, c.kv_lora_rank).split(
-            [c.qk_nope_head_dim, c.v_head_dim], dim=1)                                   # [H, dn, R], [H, dv, R]
+        w = self.kv_b_proj.weight.view(c.n_heads, -1, c.kv_lora_rank)
+        w_uk, w_uv = w.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)                  # [H, dn, R], [H, dv, R]
         B, T = q_nope.shape[:2]
         q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, w_uk), q_rope), dim=-1)    # [B, T, H, R + dr]
         scores = (q.flatten(1, 2) @ kv.transpose(1, 2)).view(B, T, c.n_heads, -1)        # [B, T, H, S]
@@ -236,7 +270,7 @@ class Attention(nn.Module):
         return torch.einsum("bthr,hvr->bthv", mixed.view(B, T, c.n_heads, -1), w_uv).flatten(2)
 
 
-# ------------------------------------------------------------------------------------------------------- feed-forward
+# --------------------------------------------------------------------------------------------- feed-forward
 
 
 class MLP(nn.Module):
@@ -253,7 +287,10 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores, correction bias and the load that moves it."""
+    """The router's weight [E, D], the correction bias [E] and the load [E] that moves it.
+
+    The two buffers stay float32 whatever type the model is cast to: the bias moves in steps of 1e-3, which bf16
+    cannot hold beside a bias of 0.3."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -261,13 +298,23 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(c.n_experts))
         self.register_buffer("load", torch.zeros(c.n_experts), persistent=False)
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> Router:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            if self._buffers[name].dtype != old.dtype:
+                self._buffers[name] = old.to(self._buffers[name].device)
+        return self
+
 
 def replayed_ids(scores: Tensor, own: Tensor, replay: Tensor, plausibility: float) -> Tensor:
-    """Router replay (M3) with the plausibility filter (M4, report §6.2). All ids [N, K], scores [N, E]; returns ids [N, K].
+    """Router replay (M3) with the plausibility filter (M4, report §6.2): ids [N, K] from `own` and `replay` [N, K].
 
-    threshold = plausibility · (lowest score among the router's own top-k): the report says only that the threshold derives
-    from the router's own top-k; this formula is ours. A replayed expert below it gives its place to the router's best
-    candidate that is not there yet. plausibility = 0 is plain replay, ∞ is no replay. Rows of −1 keep the router's choice.
+        threshold = plausibility · lowest of the scores [N, E] among the router's own top-K
+
+    The report says only that the threshold derives from the router's own top-K; this formula is ours. A replayed
+    expert below it gives its place to the router's best candidate that is not there yet. plausibility = 0 is
+    plain replay, ∞ is no replay. Rows of −1 keep the router's choice.
     """
     ids = torch.where(replay[:, :1] < 0, own, replay)
     if plausibility <= 0:
@@ -293,22 +340,31 @@ class MoE(nn.Module):
         self.shared_experts = MLP(c.dim, c.expert_dim * c.n_shared_experts) if c.n_shared_experts else None
 
     def forward(self, x: Tensor, ctx: Context, moe_layer: int) -> Tensor:
-        c, shape = self.c, x.shape
-        flat = x.reshape(-1, shape[-1])                                                  # [N, D]
-        logits = F.linear(flat.float(), self.gate.weight.float())
-        ids, weights, scores = kernels.route(logits, self.gate.e_score_correction_bias, c.n_experts_per_tok, c.route_scale)
-        if ctx.replay is not None:
-            replay = ctx.replay[:, :, moe_layer].reshape(-1, c.n_experts_per_tok).long()
-            ids = replayed_ids(scores.detach(), ids, replay, ctx.plausibility)
-            chosen = scores.gather(1, ids)                                               # live gates: gradients flow
-            weights = chosen / (chosen.sum(1, keepdim=True) + 1e-20) * c.route_scale
+        flat = x.reshape(-1, x.shape[-1])                                                # [N, D]
+        ids, weights = self.route(flat, ctx, moe_layer)
         if ctx.routes is not None:
-            ctx.routes.append(ids.view(*shape[:2], -1))
+            ctx.routes.append(ids.view(*x.shape[:2], -1))
         if self.training and torch.is_grad_enabled():
             self._count(ids, ctx.real)
-        y = kernels.experts(flat, ids, weights, self.w_gate_up, self.w_down, c.precision)
-        y = y.view(shape)
+        y = self.routed(flat, ids, weights).view(x.shape)
         return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def route(self, flat: Tensor, ctx: Context, moe_layer: int) -> tuple[Tensor, Tensor]:
+        """Expert ids [N, K] and gates [N, K] of tokens [N, D], the ids replayed where `ctx` says so."""
+        c, gate = self.c, self.gate
+        logits = F.linear(flat.float(), gate.weight.float())                             # fp32 in every model
+        ids, weights, scores = kernels.route(logits, gate.e_score_correction_bias, c.n_experts_per_tok, c.route_scale)
+        if ctx.replay is None:
+            return ids, weights
+        replay = ctx.replay[:, :, moe_layer].reshape(-1, c.n_experts_per_tok).long()
+        ids = replayed_ids(scores.detach(), ids, replay, ctx.plausibility)
+        chosen = scores.gather(1, ids)                                                   # live: gradients flow
+        return ids, chosen / (chosen.sum(1, keepdim=True) + 1e-20) * c.route_scale
+
+    def routed(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Σ_k weights[n, k] · E_ids[n, k](flat[n]) for tokens [N, D]: all that expert parallelism replaces."""
+        rows = dispatch_rows(flat) if self.c.dispatch == "mxfp8" else flat
+        return kernels.experts(rows, ids, weights, self.w_gate_up, self.w_down, self.c.precision)
 
     @torch.no_grad()
     def _count(self, ids: Tensor, real: Tensor | None) -> None:
@@ -317,15 +373,15 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """Auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2), once per optimizer step: raise the bias of experts that got
-        fewer tokens than the mean, lower the others, keep the mean at zero, and start counting anew."""
+        """Auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2), once per optimizer step: raise the bias of experts
+        that got fewer tokens than the mean, lower the others, keep the mean at zero, start counting anew."""
         load = self.gate.load
         delta = rate * torch.sign(load.mean() - load)
         self.gate.e_score_correction_bias += delta - delta.mean()
         load.zero_()
 
 
-# ------------------------------------------------------------------------------------------------------------ the model
+# ------------------------------------------------------------------------------------------------ the model
 
 
 class Block(nn.Module):
@@ -357,15 +413,22 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
         self.register_buffer("inverse_frequencies", yarn_inverse_frequencies(c), persistent=False)
 
-    def context(self, positions: Tensor, doc: Tensor | None = None, cache: Cache | None = None, rows: Tensor | None = None,
-                replay: Tensor | None = None, plausibility: float = 0.0, real: Tensor | None = None,
-                record: bool = False) -> Context:
-        """Angles and mask for tokens at `positions` [B, T]: causal, within one document `doc` [B, T] where given."""
+    def context(self, positions: Tensor, doc: Tensor | None = None, cache: Cache | None = None,
+                rows: Tensor | None = None, replay: Tensor | None = None, plausibility: float = 0.0,
+                real: Tensor | None = None, record: bool = False) -> Context:
+        """Angles and mask for tokens at `positions` [B, T]: causal, within one document `doc` [B, T] where given.
+
+        ValueError for positions beyond the rotary range or the cache, and for routes that do not fit the model.
+        """
+        span = int(positions.max()) + 1 if positions.numel() and not positions.is_meta else 0
+        if span > self.config.max_len:
+            raise ValueError(f"{span} tokens exceed the rotary range of {self.config.max_len} "
+                             f"(rope_factor · rope_original_len)")
+        if replay is not None:
+            self._check_routes(replay, positions)
         angles = positions.unsqueeze(-1) * self.inverse_frequencies                      # [B, T, dr / 2], float32
-        dtype = self.embed_tokens.weight.dtype
-        mask, span = None, 0
+        dtype, mask = self.embed_tokens.weight.dtype, None
         if cache is not None:
-            span = int(positions.max()) + 1
             if span > cache.capacity:
                 raise ValueError(f"position {span - 1} does not fit a cache of {cache.capacity} tokens a row")
             keys = torch.arange(span, device=positions.device)
@@ -376,12 +439,17 @@ class Transformer(nn.Module):
         return Context(angles.cos().to(dtype), angles.sin().to(dtype), positions, mask, cache, rows, span, replay,
                        plausibility, real, [] if record else None)
 
+    def _check_routes(self, replay: Tensor, positions: Tensor) -> None:
+        want = (*positions.shape, self.config.n_moe_layers, self.config.n_experts_per_tok)
+        if tuple(replay.shape) != want:
+            raise ValueError(f"routes to replay are {tuple(replay.shape)}, not {want}: [B, T, MoE layers, K]; "
+                             "dense layers have none")
+        if replay.numel() and int(replay.max()) >= self.config.n_experts:
+            raise ValueError(f"route to expert {int(replay.max())} of {self.config.n_experts}: another model's?")
+
     def forward(self, tokens: Tensor, ctx: Context | None = None) -> Tensor:
         if ctx is None:
             ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-        if tokens.shape[1] > self.config.max_len:
-            raise ValueError(f"{tokens.shape[1]} tokens exceed the rotary range of {self.config.max_len} "
-                             f"(rope_factor · rope_original_len)")
         x = self.embed_tokens(tokens)                                                    # [B, T, D]
         for layer in self.layers:
             x = layer(x, ctx)
@@ -416,14 +484,15 @@ def initialise(module: nn.Module, c: Config, seed: int) -> None:
 def look_back(attn: Attention, embed: nn.Embedding, c: Config) -> None:
     """Start the first `positional_heads` heads of layer 0 so that head h looks h + 1 tokens back.
 
-    A head that copies needs to know what stood before each token; with random weights that knowledge takes thousands of
-    steps to appear. The construction: coordinate 0 of every embedding is one constant; the rotary key reads only it, the
-    same vector u at every position; head h's rotary query reads it too, as u turned by −(h + 1) positions. Then
+    A head that copies needs to know what stood before each token; with random weights that knowledge takes
+    thousands of steps to appear. The construction: coordinate 0 of every embedding is one constant; the rotary
+    key reads only it, the same vector u at every position; head h's rotary query reads it too, as u turned by
+    −(h + 1) positions. Then
 
         q_i · k_j ∝ Σ_pairs cos(ω (i − j − (h + 1)))
 
-    is largest at j = i − (h + 1). Only fast pairs take part (ω > 0.05): a slow one cannot tell neighbours apart and would
-    only weigh in the norm of token j. Everything stays trainable.
+    is largest at j = i − (h + 1). Only fast pairs take part (ω > 0.05): a slow one cannot tell neighbours apart
+    and would only weigh in the norm of token j. Everything stays trainable.
     """
     dn, dr, level, gain = c.qk_nope_head_dim, c.qk_rope_head_dim, 4.0, 6.0
     frequencies = yarn_inverse_frequencies(c)
@@ -437,65 +506,582 @@ def look_back(attn: Attention, embed: nn.Embedding, c: Config) -> None:
     heads = attn.q_b_proj.weight.view(c.n_heads, dn + dr, c.q_lora_rank)
     for h in range(c.positional_heads):
         angle = -(h + 1) * frequencies
-        turned = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten()               # u turned back, interleaved pairs
+        turned = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten()               # u turned back, by pairs
         heads[h] = 0
         heads[h, dn:, 0] = turned * gain / math.sqrt(c.q_lora_rank) / attn.scale / math.sqrt(dr)
 
 
-# ------------------------------------------------------------------------------------------------------------ counting
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+          "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+class Stored(NamedTuple):
+    """A tensor inside a mapped file: nothing is read before `tensor` is called and its values are used."""
+    data: Tensor                                 # the whole file as bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int                                   # byte in the file
+    end: int
+
+    def tensor(self) -> Tensor:
+        raw = self.data[self.start:self.end]
+        if self.start % self.dtype.itemsize:     # some writers do not align: copy
+            raw = raw.clone()
+        return raw.view(self.dtype).view(self.shape)
+
+
+def read_safetensors(path: str | os.PathLike) -> dict[str, Stored]:
+    """The tensors of one safetensors file, memory-mapped.
+
+    The format: a little-endian uint64 n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data, one
+    tensor after the other without gaps. A file that is cut off, too long or contradicts itself is a ValueError;
+    the format has no checksum, so a flipped bit in the data goes unseen.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as f:
+        n = int.from_bytes(f.read(8), "little")
+        if size < 8 or n > size - 8:
+            raise ValueError(f"{path}: {size} bytes cannot hold a header of {n}: cut off, or no safetensors file")
+        text = f.read(n)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = [(name, DTYPES[e["dtype"]], tuple(map(int, e["shape"])), *map(int, e["data_offsets"]))
+                   for name, e in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: the header is damaged ({type(error).__name__}: {error})") from None
+    data, at, out = torch.from_file(str(path), size=size, dtype=torch.uint8), 0, {}
+    for name, dtype, shape, start, end in sorted(entries, key=lambda e: e[3:]):
+        if start != at or min(shape, default=0) < 0 or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: {name} claims bytes {start} to {end} for {list(shape)} of {dtype}, and the "
+                             f"one before ends at {at}")
+        out[name], at = Stored(data, dtype, shape, 8 + n + start, 8 + n + end), end
+    if 8 + n + at != size:
+        raise ValueError(f"{path}: {size} bytes, but its header describes {8 + n + at}: cut off or damaged")
+    return out
+
+
+def unpack_int4(packed: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
+    """Kimi K2.5's experts: compressed-tensors' "pack-quantized", 4 bits, symmetric, a scale per group of a row.
+
+    packed int32 [out, ⌈in / 8⌉] holds q + 8, the first column in the lowest four bits; scale [out, in / group];
+    shape holds [out, in]. Returns q · scale, [out, in], in the type of `scale`.
+    """
+    rows, columns = shape.tolist()
+    groups = scale.shape[-1]
+    if packed.dtype != torch.int32 or packed.shape != (rows, -(-columns // 8)) or scale.shape != (rows, groups) \
+            or columns % groups:
+        raise ValueError(f"packed {packed.dtype} {list(packed.shape)} and scale {list(scale.shape)} do not hold a "
+                         f"matrix of {rows} x {columns} in 4 bits")
+    q = (packed.unsqueeze(-1) >> torch.arange(0, 32, 4) & 15).flatten(1)[:, :columns] - 8
+    return (q.unflatten(1, (groups, -1)) * scale.float().unsqueeze(-1)).flatten(1).to(scale.dtype)
+
+
+def unpack_fp8(codes: Tensor, scale: Tensor, block: int = 128) -> Tensor:
+    """DeepSeek-V3's and Kimi K2's weights: E4M3 codes [out, in], a float32 scale per 128 x 128 block; to bf16."""
+    want = tuple(-(-n // block) for n in codes.shape)
+    if tuple(scale.shape) != want:
+        raise ValueError(f"weight_scale_inv is {list(scale.shape)}, not {list(want)} for {list(codes.shape)}")
+    full = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    return (codes.float() * full[:codes.shape[0], :codes.shape[1]]).bfloat16()
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A folder of safetensors shards (or one file) as a lazy mapping from public names to tensors.
+
+    Names are DeepSeek-V3's and Kimi K2's: `model.layers.3.mlp.experts.17.gate_proj.weight`. Kimi K2.5's prefix
+    `language_model.` is taken off, and what lacks it (the vision tower) is left out. Quantised weights appear as
+    one `….weight` and are unpacked when asked for; everything else is a view of the mapped file, so that a rank
+    that asks for its own experts reads those only.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.stored: dict[str, Stored] = {}
+        for file, names in _shards(Path(path)).items():
+            tensors = read_safetensors(file)
+            if names is not None and names != set(tensors):
+                raise ValueError(f"{file} and the index disagree about {_few(names ^ set(tensors))}")
+            if twice := self.stored.keys() & tensors:
+                raise ValueError(f"{file} repeats {_few(twice)}")
+            self.stored |= tensors
+        prefix = "language_model."
+        if any(name.startswith(prefix) for name in self.stored):
+            self.stored = {n.removeprefix(prefix): s for n, s in self.stored.items() if n.startswith(prefix)}
+        parts = ("_scale", "_shape", "_scale_inv")
+        self.names = [n.removesuffix("_packed") for n in self.stored if not n.endswith(parts)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        get = lambda part: self.stored[name + part].tensor()
+        if name + "_packed" in self.stored:
+            return unpack_int4(get("_packed"), get("_scale"), get("_shape"))
+        return unpack_fp8(get(""), get("_scale_inv")) if name + "_scale_inv" in self.stored else get("")
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of what `[name]` returns, without unpacking it."""
+        if name + "_packed" in self.stored:
+            shape = self.stored[name + "_shape"].tensor()
+            return tuple(shape.tolist()), self.stored[name + "_scale"].dtype
+        stored = self.stored[name]
+        return stored.shape, torch.bfloat16 if name + "_scale_inv" in self.stored else stored.dtype
+
+
+def _few(names: Iterable[str], n: int = 5) -> str:
+    names = sorted(names)
+    return f"{len(names)} tensors: " + ", ".join(names[:n]) + (", …" if len(names) > n else "")
+
+
+def _shards(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a checkpoint, with the names that its index promises in each (None: there is no index)."""
+    if not path.is_dir():
+        return {path: None}
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path}: no *.safetensors in this folder")
+        return dict.fromkeys(files)
+    try:
+        where = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: damaged ({type(error).__name__}: {error})") from None
+    files: dict[Path, set[str]] = {}
+    for name, file in where.items():
+        if Path(file).name != file:              # an index from elsewhere must not lead out of its folder
+            raise ValueError(f"{index}: {file!r} is not the name of a file beside it")
+        files.setdefault(path / file, set()).add(name)
+    if lost := [f.name for f in files if not f.exists()]:
+        raise ValueError(f"{path}: the index names {len(lost)} files that are not there: {', '.join(lost[:5])}")
+    return files
+
+
+def public_views(model: Transformer, experts: range | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(public name, view into the model) of every tensor of a checkpoint: to be written, or copied into.
+
+    experts: which ids the stacked weights hold, a rank's share under expert parallelism; None: all.
+    """
+    experts = experts or range(model.config.n_experts)
+    for name, tensor in model.state_dict().items():
+        public = name if name.startswith("lm_head.") else "model." + name
+        base, _, last = public.rpartition(".")
+        if last not in ("w_gate_up", "w_down"):
+            yield public, tensor
+            continue
+        if len(tensor) != len(experts):
+            raise ValueError(f"{name} holds {len(tensor)} experts, not the {len(experts)} of {experts}")
+        for e, w in zip(experts, tensor):
+            parts = zip(("gate", "up"), w.chunk(2)) if last == "w_gate_up" else (("down", w),)
+            for part, view in parts:
+                yield f"{base}.experts.{e}.{part}_proj.weight", view
+
+
+@torch.no_grad()
+def load(model: Transformer, path: str | os.PathLike | Checkpoint, experts: range | None = None) -> None:
+    """Copy a checkpoint into a model, tensor by tensor; see `public_views` for `experts`.
+
+    Names, shapes and types are all checked before the first copy: a refused checkpoint (ValueError) leaves the
+    model as it was. Types may widen (bf16 into float32) and not narrow. MTP layers of the file are passed over.
+    """
+    source = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    views, problems = dict(public_views(model, experts)), []
+    if missing := views.keys() - source.keys():
+        problems.append(f"not in the checkpoint: {_few(missing)}")
+    if unknown := [n for n in source if n not in views and not _passed_over(n, source, model.config, views)]:
+        problems.append(f"not in the model: {_few(unknown)}")
+    for name in views.keys() & source.keys():
+        (shape, dtype), view = source.spec(name), views[name]
+        if shape != tuple(view.shape):
+            problems.append(f"{name} is {list(shape)} in the checkpoint and {list(view.shape)} in the model")
+        elif dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64) or \
+                torch.promote_types(dtype, view.dtype) != view.dtype:
+            problems.append(f"{name} is {dtype} in the checkpoint and {view.dtype} in the model: digits would be "
+                            "lost; load into a wider model and convert that")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError("this checkpoint does not fit: " + "; ".join(problems[:5]) + more)
+    for name, view in views.items():
+        view.copy_(source[name])
+
+
+def _passed_over(name: str, source: Checkpoint, c: Config, views: Mapping[str, Tensor]) -> bool:
+    """Other ranks' experts, the MTP layers behind the model's, and the rotary tables of old checkpoints."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if expert := re.fullmatch(r"(.+\.mlp\.experts\.)(\d+)(\..+)", name):
+        start, e, end = expert.groups()
+        if int(e) < c.n_experts and any(f"{start}{mine}{end}" in views for mine in range(c.n_experts)):
+            return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= c.n_layers and layer[0] + "eh_proj.weight" in source
+
+
+def save(folder: str | os.PathLike, tensors: Mapping[str, Tensor], shard_bytes: int = 5 << 30) -> None:
+    """Write safetensors shards of at most about `shard_bytes`, and the index last; `tensors` keep their names,
+    as in `save(folder, dict(public_views(model)))`. A folder that holds a checkpoint already is refused."""
+    folder, shards = Path(folder), [{}]
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.glob("*.safetensors*")):
+        raise ValueError(f"{folder} holds a checkpoint already: choose another folder")
+    for name, t in tensors.items():
+        if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + t.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = t
+    n, where = len(shards), {}
+    for i, shard in enumerate(shards, 1):
+        file = "model.safetensors" if n == 1 else f"model-{i:05}-of-{n:05}.safetensors"
+        write_safetensors(folder / file, shard)
+        where |= dict.fromkeys(shard, file)
+    if n > 1:
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One file in the format that `read_safetensors` describes; it appears whole or not at all."""
+    names, at = {dtype: name for name, dtype in DTYPES.items()}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())          # keeps all aligned
+    for name, t in ordered:
+        header[name] = dict(dtype=names[t.dtype], shape=list(t.shape), data_offsets=[at, at + t.nbytes])
+        at += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_suffix(".part")
+    with open(part, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for _, t in ordered:
+            f.write(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    os.replace(part, path)
+
+
+PUBLIC = dict(vocab_size="vocab_size", dim="hidden_size", n_layers="num_hidden_layers",
+              n_dense_layers="first_k_dense_replace", n_heads="num_attention_heads", q_lora_rank="q_lora_rank",
+              kv_lora_rank="kv_lora_rank", qk_nope_head_dim="qk_nope_head_dim", v_head_dim="v_head_dim",
+              qk_rope_head_dim="qk_rope_head_dim", ffn_dim="intermediate_size", norm_eps="rms_norm_eps",
+              expert_dim="moe_intermediate_size", n_experts="n_routed_experts", n_shared_experts="n_shared_experts",
+              n_experts_per_tok="num_experts_per_tok", route_scale="routed_scaling_factor")
+
+
+def public_config(raw: Mapping) -> Config:
+    """A public config.json (DeepSeek-V3, Kimi K2; of Kimi K2.5 the text part) as a Config. What this model does
+    not do, such as routing limited to groups of experts, is a ValueError."""
+    raw = raw.get("text_config") or raw
+    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    wanted = dict(n_group=1, norm_topk_prob=True, attention_bias=False, tie_word_embeddings=False,
+                  hidden_act="silu", scoring_func="sigmoid", moe_layer_freq=1, rope_interleave=True)
+    wrong = [f"{k} = {raw[k]!r}" for k, v in wanted.items() if raw.get(k, v) != v and (k != "n_group" or
+             raw.get("topk_group") != raw[k])]
+    if kind not in ("yarn", "default") or kind == "yarn" and {rope.get("mscale"), rope.get("mscale_all_dim")} != {1}:
+        wrong.append(f"rope = {rope}")
+    if missing := [k for k in PUBLIC.values() if raw.get(k) is None]:
+        wrong.append(f"no {', '.join(missing)}")
+    if wrong:
+        raise ValueError("this model is another one: " + "; ".join(wrong))
+    yarn = kind == "yarn"
+    length = rope["original_max_position_embeddings"] if yarn else raw["max_position_embeddings"]
+    return Config(**{ours: raw[public] for ours, public in PUBLIC.items()}, rope_theta=rope["rope_theta"],
+                  rope_original_len=length, rope_factor=rope["factor"] if yarn else 1.0,
+                  rope_beta_fast=rope.get("beta_fast", 32.0), rope_beta_slow=rope.get("beta_slow", 1.0))
+
+
+# ------------------------------------------------------------------------------ rows on their way (S2, S3, S4)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        return kernels.mxfp8_unpack(there(kernels.mxfp8_pack(x)), x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy.bfloat16()).to(dy.dtype), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        return there(y.bfloat16()).to(y.dtype)
+
+    backward = _Dispatch.backward
+
+
+def _stay(rows: Tensor) -> Tensor:
+    return rows
+
+
+def dispatch_rows(x: Tensor, there: Callable[[Tensor], Tensor] = _stay, back: Callable[[Tensor], Tensor] = _stay
+                  ) -> Tensor:
+    """Rows [S, D] to the ranks of their experts (S4): packed in MXFP8, 33 bytes for 32 values. The gradient comes
+    back in bf16 and ignores the rounding. `there` exchanges rows of bytes between ranks, `back` undoes it; with
+    the defaults nothing moves, which is how one process does the same arithmetic as many."""
+    return _Dispatch.apply(x, there, back)
+
+
+def combine_rows(y: Tensor, there: Callable[[Tensor], Tensor] = _stay, back: Callable[[Tensor], Tensor] = _stay
+                 ) -> Tensor:
+    """Rows [S, D] of the experts' outputs on their way home, in bf16 both ways (S4); arguments as above."""
+    return _Combine.apply(y, there, back)
+
+
+def expert_traffic(c: Config, n_tokens: int, ep: int) -> dict[str, int]:
+    """Bytes that a rank sends to others in one MoE layer's forward pass, when routing is even (S4): a row per
+    (token, expert) of another rank, as MXFP8 there and bf16 back; `bf16` is the sum with both in bf16. (DeepEP
+    also sends a token once to a rank that has several of its experts; that is left out.)"""
+    rows = n_tokens * c.n_experts_per_tok * (ep - 1) // ep
+    there, back = rows * c.dim * 33 // 32, rows * c.dim * 2
+    return {"rows": rows, "dispatch": there, "combine": back, "sum": there + back, "bf16": 2 * back}
+
+
+def latent_traffic(c: Config, length: int, cp: int) -> dict[str, float]:
+    """One attention layer's forward pass over `length` tokens on `cp` ranks (S2): bytes in bf16 that a rank
+    receives when latents are gathered, when keys and values would be, and the price of the former: the share that
+    projecting all latents on every rank adds to a rank's FLOPs in this layer."""
+    others, heads = length * (cp - 1) // cp, c.n_heads
+    latents = 2 * others * (c.kv_lora_rank + c.qk_rope_head_dim)
+    full = 2 * others * heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    again = 2 * others * c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim)
+    scores = 2 * max(causal_pairs(length, cp)) * heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
+    return {"latents": latents, "keys_values": full, "ratio": full / latents, "added": again / scores}
+
+
+def causal_pairs(length: int, cp: int, zigzag: bool = True) -> list[int]:
+    """(query, key) pairs under the causal mask on each of `cp` ranks, which is attention's work (S3).
+
+    The sequence is cut into 2·cp chunks of n tokens; chunk j has n²·j + n(n + 1)/2 pairs. Zigzag: rank i takes
+    chunks i and 2·cp − 1 − i, and all ranks have the same. Otherwise it takes neighbours, 2i and 2i + 1.
+    """
+    n, left = divmod(length, 2 * cp)
+    if left:
+        raise ValueError(f"{length} tokens do not divide into 2 · {cp} chunks: pad to a multiple of {2 * cp}")
+    pairs = [n * n * j + n * (n + 1) // 2 for j in range(2 * cp)]
+    return [pairs[i] + pairs[-1 - i] if zigzag else pairs[2 * i] + pairs[2 * i + 1] for i in range(cp)]
+
+
+# ------------------------------------------------------------------------------------------------- counting
 
 
 def count(c: Config) -> dict[str, int]:
-    """Parameters of a configuration by part, counted on the meta device; "active" per token, head and embedding included."""
+    """Parameters of a configuration by part, counted on the meta device; "active" is per token, head and
+    embedding included. The correction biases are buffers, E per MoE layer, and stand beside the sum."""
     with torch.device("meta"):
         model = Transformer(c)
     parts = dict(experts=0, shared=0, router=0, attention=0, dense=0, embedding=0, head=0, norms=0)
+    marks = {"w_gate_up": "experts", "w_down": "experts", "shared": "shared", "mlp.gate.weight": "router",
+             "norm": "norms", "self_attn": "attention", "embed": "embedding", "lm_head": "head", "": "dense"}
     for name, p in model.named_parameters():
-        part = ("experts" if "w_gate_up" in name or "w_down" in name else "shared" if "shared" in name else
-                "router" if "mlp.gate.weight" in name else "norms" if "norm" in name else "attention" if "self_attn" in name else
-                "embedding" if "embed" in name else "head" if "lm_head" in name else "dense")
-        parts[part] += p.numel()
-    total = sum(parts.values())
-    return {**parts, "total": total, "active": total - parts["experts"] * (c.n_experts - c.n_experts_per_tok) // c.n_experts}
+        parts[next(part for mark, part in marks.items() if mark in name)] += p.numel()
+    total, idle = sum(parts.values()), c.n_experts - c.n_experts_per_tok
+    return {**parts, "total": total, "active": total - parts["experts"] * idle // c.n_experts,
+            "biases": c.n_moe_layers * c.n_experts}
+
+
+def count_mtp(c: Config) -> int:
+    """Parameters of one multi-token prediction module: a block, the projection of two inputs, three norms."""
+    with torch.device("meta"):
+        block = Block(c, c.n_layers)
+    return sum(p.numel() for p in block.parameters()) + 2 * c.dim ** 2 + 3 * c.dim
 
 
 def flops_per_token(c: Config, length: int) -> tuple[float, float]:
-    """(matrix products, attention) of a training step, forward and backward, per token at a sequence length, causal.
+    """(matrix products, attention) of a training step, forward and backward, per token at a length, causal.
 
-    6 FLOPs per active weight (embedding look-up left out); 3 · 2 · H (dn + dr + dv) · length / 2 per layer for attention.
+    6 FLOPs per active weight (embedding look-up left out); 3 · 2 · H (dn + dr + dv) · length / 2 per layer for
+    attention.
     """
     n = count(c)
     heads = c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
     return 6.0 * (n["active"] - n["embedding"]), 3.0 * heads * length * c.n_layers
 
 
-def main() -> None:
+# ---------------------------------------------------------------------------------------------- demonstration
+
+SMALL = Config(vocab_size=97, dim=64, n_layers=5, n_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16,
+               qk_rope_head_dim=8, v_head_dim=16, ffn_dim=96, expert_dim=32, n_experts=32, n_experts_per_tok=4,
+               rope_original_len=64, rope_factor=4.0, init_std=0.0)
+
+
+def show_size() -> None:
     c = Config()
     n = count(c)
     print("Kimi K2.5, where the parameters are")
-    for part in ("experts", "shared", "router", "attention", "dense", "embedding", "head", "norms", "total", "active"):
-        print(f"    {part:10} {n[part]:>22,}  {100 * n[part] / n['total']:7.3f} %")
+    for part, size in n.items():
+        print(f"    {part:10} {size:>22,}  {100 * size / n['total']:7.3f} %")
+    print(f"    with one MTP module {n['total'] + count_mtp(c):>13,}")
     for length in (32_768, 262_144):
         linear, attention = flops_per_token(c, length)
         both = linear + attention
         print(f"training FLOPs per token at {length:7,}: {both / 1e9:6.0f} G, attention {attention / both:.0%}")
+
+
+def show_bytes() -> None:
+    c = Config()
     latent = 2 * (c.kv_lora_rank + c.qk_rope_head_dim)
     plain = 2 * c.n_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim)
-    print(f"cache per token and layer in bf16: {latent:,} bytes of latents, {plain:,} of keys and values ({plain / latent:.1f}x)")
+    print(f"cache per token in bf16, {c.n_layers} layers: {c.n_layers * latent:,} bytes of latents, {c.n_layers * plain:,} "
+          f"of keys and values ({plain / latent:.1f}x)")
+    for length, cp in ((32_768, 2), (262_144, 8)):
+        t, even, uneven = latent_traffic(c, length, cp), causal_pairs(length, cp), causal_pairs(length, cp, False)
+        balance = [max(p) * cp / sum(p) for p in (even, uneven)]
+        print(f"CP={cp}, {length:,} tokens: a rank receives {t['latents'] / 1e6:.0f} MB a layer, with keys and values it "
+              f"would be {t['keys_values'] / 1e6:,.0f}; busiest rank / mean {balance[0]:.2f} zigzag, "
+              f"{balance[1]:.2f} contiguous")
+    t = expert_traffic(c, 16_384, 8)
+    print(f"EP=8, 16,384 tokens a rank: {t['rows']:,} rows leave it per layer, {t['dispatch'] / 1e9:.2f} GB there in MXFP8 and "
+          f"{t['combine'] / 1e9:.2f} GB back in bf16, {t['sum'] / t['bf16']:.0%} of bf16 both ways")
 
-    small = Config(vocab_size=97, dim=64, n_layers=3, n_heads=4, q_lora_rank=32, kv_lora_rank=32,
-                   qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, ffn_dim=96, expert_dim=32, n_experts=8,
-                   n_experts_per_tok=2, rope_original_len=32, rope_factor=4.0)
-    model = Transformer(small).double().eval()
+
+@torch.no_grad()
+def decoding_gap(c: Config = SMALL, n: int = 30) -> float:
+    """Largest difference of the hidden states, float64: token by token through the cache, and all at once."""
+    model = Transformer(c).double().eval()
     model.reset_parameters(0)
-    tokens = torch.arange(60).view(2, 30) % 97
-    cache, states = Cache(small, 2, 32, dtype=torch.float64), []
-    with torch.no_grad():
-        for t in range(30):
-            positions = torch.full((2, 1), t)
-            states.append(model(tokens[:, t:t + 1], model.context(positions, cache=cache)))
-        gap = (torch.cat(states, 1) - model(tokens)).abs().max()
-    print(f"a small model in float64, token by token through the cache against all at once: largest difference {gap:.1e}")
+    tokens = torch.arange(2 * n).view(2, n) % c.vocab_size
+    cache, states = Cache(c, 2, n, dtype=torch.float64), []
+    for t in range(n):
+        states.append(model(tokens[:, t:t + 1], model.context(torch.full((2, 1), t), cache=cache)))
+    return float((torch.cat(states, 1) - model(tokens)).abs().max())
+
+
+@torch.no_grad()
+def replay_gaps(c: Config = SMALL, seed: int = 0, damaged: float = 0.0, plausibility: float = 0.5
+                ) -> dict[str, tuple[float, float]]:
+    """p50 and p99 of |log p_trainer − log p_sampler| of 1,016 tokens, without replay, with it, with the filter
+    (M3, M4). The sampler has the trainer's weights rounded to bf16; `damaged` is the share of tokens and layers
+    whose recorded experts are replaced by random ones on the way."""
+    trainer, sampler = Transformer(c).eval(), Transformer(c).eval()
+    trainer.reset_parameters(seed)
+    sampler.load_state_dict({k: v.bfloat16().float() for k, v in trainer.state_dict().items()})
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, c.vocab_size, (8, 128), generator=g)
+
+    def run(model: Transformer, **how: object) -> tuple[Tensor, list[Tensor]]:
+        ctx = model.context(torch.arange(128).expand_as(tokens), record=True, **how)
+        logp = model.lm_head(model(tokens, ctx)).log_softmax(-1)[:, :-1]
+        return logp.gather(2, tokens[:, 1:, None]).flatten(), ctx.routes
+
+    sampled, routes = run(sampler)
+    routes = torch.stack(routes, 2)                                                      # [B, T, L_moe, K]
+    random = torch.rand(*routes.shape[:3], c.n_experts, generator=g).topk(c.n_experts_per_tok).indices
+    routes = torch.where(torch.rand(routes.shape[:3], generator=g).unsqueeze(3) < damaged, random, routes)
+    ways = {"none": {}, "replay": dict(replay=routes), "filter": dict(replay=routes, plausibility=plausibility)}
+    gaps = {name: (run(trainer, **how)[0] - sampled).abs() for name, how in ways.items()}
+    return {name: (float(gap.quantile(0.5)), float(gap.quantile(0.99))) for name, gap in gaps.items()}
+
+
+def show_replay() -> None:
+    print("router replay: |Δ log-prob| between a trainer in fp32 and a sampler with weights rounded to bf16")
+    for damaged in (0.0, 0.01):
+        gaps = replay_gaps(damaged=damaged)
+        row = "   ".join(f"{name} {p50:.4f} {p99:.4f}" for name, (p50, p99) in gaps.items())
+        print(f"    p50 and p99, {damaged:.0%} of the recorded routes damaged:   {row}")
+
+
+# ------------------------------------------------------------------------------------------------ measurement
+
+SHAPES = {"toy": (2560, 128, 64, 8, 2), "wide": (1024, 512, 256, 64, 8)}                 # N, D, hidden, E, K
+
+
+def _sliced(x: Tensor, ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """The experts as a loop over slices in plain autograd: one matrix product per expert and weight."""
+    order = ids.flatten().sort(stable=True).indices
+    sizes = ids.flatten().bincount(minlength=len(w_down)).tolist()
+    parts = []
+    for rows, w_in, w_out in zip(x[order // ids.shape[1]].split(sizes), w_gate_up.unbind(), w_down.unbind()):
+        gate, up = F.linear(rows, w_in).chunk(2, dim=1)
+        parts.append(F.linear(F.silu(gate) * up, w_out))
+    y = torch.cat(parts) * weights.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(x).index_add(0, order // ids.shape[1], y.to(x.dtype))
+
+
+def _players(leaves: list[Tensor], ids: Tensor, budget: float = 1e9) -> dict[str, Callable[[], Tensor]]:
+    """Name -> function without arguments that runs the experts on the leaves x, weights, w_gate_up, w_down."""
+    x, weights, w_gate_up, w_down = leaves
+    players = {"ours": lambda: kernels.experts(x, ids, weights, w_gate_up, w_down),
+               "sliced loop": lambda: _sliced(x, ids, weights, w_gate_up, w_down)}
+    if not importlib.util.find_spec("transformers"):
+        return players
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+    for how in ("eager", "batched_mm", "grouped_mm"):
+        # batched_mm copies the weights of every (token, expert) pair
+        if how == "batched_mm" and ids.numel() * w_gate_up[0].numel() * 4 > budget:
+            continue
+        module = DeepseekV3Experts(DeepseekV3Config(
+            hidden_size=x.shape[1], moe_intermediate_size=w_down.shape[2], n_routed_experts=len(w_down),
+            num_experts_per_tok=ids.shape[1], experts_implementation=how))
+        module.gate_up_proj, module.down_proj = w_gate_up, w_down
+        players[f"transformers {how}"] = lambda m=module: m(x, ids, weights)
+    return players
+
+
+def bench_shape(shape: tuple[int, ...], dtype: torch.dtype, rounds: int = 7) -> dict[str, float]:
+    """Best seconds of forward and backward per player, all on the same tensors, in turns; a player whose output
+    or gradients differ from ours is an error."""
+    N, D, hidden, E, K = shape
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *size, std=1.0: (torch.randn(size, generator=g) * std).to(dtype)
+    x, w_gate_up, w_down = draw(N, D), draw(E, 2 * hidden, D, std=D ** -0.5), draw(E, D, hidden, std=hidden ** -0.5)
+    ids, weights, _ = kernels.route(torch.randn(N, E, generator=g), torch.zeros(E), K)
+    leaves, dy = [torch.nn.Parameter(t) for t in (x, weights, w_gate_up, w_down)], draw(N, D)
+    players = _players(leaves, ids)
+    both = {name: (lambda f=f: torch.autograd.grad(f().to(dtype), leaves, dy)) for name, f in players.items()}
+    ours, tolerance, best = both["ours"](), 2e-5 if dtype == torch.float32 else 5e-2, {}
+    for name, run in both.items():
+        for what, a, b in zip(("x", "gates", "w_gate_up", "w_down"), ours, run()):
+            if not (a - b).norm() <= tolerance * b.norm():
+                raise RuntimeError(f"{name}: the gradient of {what} differs from ours by {(a - b).norm() / b.norm():.1e}")
+    for i in range(rounds):
+        for name, run in both.items():
+            if i and best[name] > 3 * min(best.values()):
+                continue                         # out of the race
+            began = time.perf_counter()
+            run()
+            best[name] = min(best.get(name, math.inf), time.perf_counter() - began)
+    return best
+
+
+def bench() -> dict:
+    """The experts, forward and backward, beside every implementation that transformers has."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, shape in SHAPES.items():
+            best = bench_shape(shape, dtype)
+            theirs = [t for player, t in best.items() if player.startswith("transformers")]
+            ratio = round(min(theirs) / best["ours"], 3) if theirs else None
+            rows.append(dict(shape=name, sizes=shape, dtype=str(dtype).removeprefix("torch."), vs_transformers_best=ratio,
+                             ms={player: round(1e3 * t, 2) for player, t in best.items()}))
+            print(f"{name} {dict(zip('NDIEK', shape))} {dtype}: " +
+                  ", ".join(f"{player} {1e3 * t:.1f} ms" for player, t in best.items()), flush=True)
+    if rows[0]["vs_transformers_best"] is None:
+        print("transformers is not installed: vs_transformers_best is null")
+    print("batched_mm is left out where its copy of the weights would exceed 1 GB")
+    fp32 = [r["vs_transformers_best"] for r in rows if r["dtype"] == "float32"]
+    return {"vs_transformers_best": min(fp32) if None not in fp32 else None, "threads": torch.get_num_threads(),
+            "what": "experts, forward + backward; the lowest ratio of the fp32 rows", "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kimi K2.5's architecture in numbers; see the top of the file")
+    parser.add_argument("--bench", action="store_true", help="time the experts beside transformers'")
+    if parser.parse_args().bench:
+        print(json.dumps(bench()))
+        return
+    show_size()
+    show_bytes()
+    show_replay()
+    print(f"a small model in float64, token by token through the cache against all at once: largest difference "
+          f"{decoding_gap():.1e}")
 
 
 if __name__ == "__main__":
