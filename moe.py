@@ -36,15 +36,22 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 import kernels
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def softmax_scale(c: Config) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (0, 1), (2, 3), … of x [..., dr] by the angles of cos, sin [..., dr / 2]; first halves come first."""
     even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
 
 
 # ----------------------------------------------------------------------------------------- cache and state
@@ -179,6 +186,8 @@ class Context:
     plausibility: float = 0.0                    # M4, see `replayed_ids`
     real: Tensor | None = None                   # [B, T] False where a token is padding: not counted in the balance
     routes: list[Tensor] | None = None           # filled with [B, T, K] per MoE layer when recording
+    cp: dist.ProcessGroup | None = None          # T tokens are this rank's share of the row, mask is a list
+    seen: set[int] = field(default_factory=set)  # MoE layers that have counted: recomputation must not
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -217,6 +226,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context, layer: int) -> Tensor:
         q_nope, q_rope, latent, k_rope = self.project(x, ctx)
+        if ctx.cp is not None:
+            latent, k_rope = gather_latents(latent, k_rope, ctx.cp)
         if ctx.cache is None:
             return self.o_proj(self._plain(q_nope, q_rope, latent, k_rope, ctx.mask))
         kv = self._write(torch.cat((latent, k_rope), dim=-1), ctx, layer)
@@ -247,7 +258,11 @@ class Attention(nn.Module):
         k = torch.cat((k_nope, k_rope.unsqueeze(2).expand(-1, -1, c.n_heads, -1)), dim=-1)
         q = torch.cat((q_nope, q_rope), dim=-1)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))                                 # [B, H, T, ·]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        if isinstance(mask, list):
+            out = attend_chunks(q, k, v, mask, self.scale)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                                 scale=self.scale)
         return out.transpose(1, 2).flatten(2)                                            # [B, T, H · dv]
 
     @staticmethod
@@ -330,6 +345,7 @@ def replayed_ids(scores: Tensor, own: Tensor, replay: Tensor, plausibility: floa
 
 class MoE(nn.Module):
     """Router, E routed experts as two stacked weights, and the shared expert (M1, M2)."""
+    parallel: Parallel | None = None
 
     def __init__(self, c: Config):
         super().__init__()
@@ -342,10 +358,12 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: Context, moe_layer: int) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])                                                # [N, D]
         ids, weights = self.route(flat, ctx, moe_layer)
-        if ctx.routes is not None:
-            ctx.routes.append(ids.view(*x.shape[:2], -1))
-        if self.training and torch.is_grad_enabled():
-            self._count(ids, ctx.real)
+        if moe_layer not in ctx.seen:                                                    # not when recomputed
+            ctx.seen.add(moe_layer)
+            if ctx.routes is not None:
+                ctx.routes.append(ids.view(*x.shape[:2], -1))
+            if self.training and torch.is_grad_enabled():
+                self._count(ids, ctx.real)
         y = self.routed(flat, ids, weights).view(x.shape)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
@@ -363,6 +381,8 @@ class MoE(nn.Module):
 
     def routed(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Σ_k weights[n, k] · E_ids[n, k](flat[n]) for tokens [N, D]: all that expert parallelism replaces."""
+        if self.parallel is not None and self.parallel.ep is not None:
+            return routed_across(self, flat, ids, weights)
         rows = dispatch_rows(flat) if self.c.dispatch == "mxfp8" else flat
         return kernels.experts(rows, ids, weights, self.w_gate_up, self.w_down, self.c.precision)
 
@@ -376,6 +396,8 @@ class MoE(nn.Module):
         """Auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2), once per optimizer step: raise the bias of experts
         that got fewer tokens than the mean, lower the others, keep the mean at zero, start counting anew."""
         load = self.gate.load
+        if self.parallel is not None:
+            dist.all_reduce(load, group=self.parallel.world)
         delta = rate * torch.sign(load.mean() - load)
         self.gate.e_score_correction_bias += delta - delta.mean()
         load.zero_()
@@ -403,6 +425,8 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Tokens [B, T] to hidden states [B, T, D] after the final norm; `lm_head` turns those into logits [B, T, V]."""
+    parallel: Parallel | None = None
+    recompute = False                            # keep the layers' inputs, compute the rest again in backward
 
     def __init__(self, c: Config):
         super().__init__()
@@ -428,16 +452,26 @@ class Transformer(nn.Module):
             self._check_routes(replay, positions)
         angles = positions.unsqueeze(-1) * self.inverse_frequencies                      # [B, T, dr / 2], float32
         dtype, mask = self.embed_tokens.weight.dtype, None
+        cp = self.parallel.cp if self.split_rows else None
         if cache is not None:
             if span > cache.capacity:
                 raise ValueError(f"position {span - 1} does not fit a cache of {cache.capacity} tokens a row")
             keys = torch.arange(span, device=positions.device)
             mask = (keys <= positions.unsqueeze(-1)).unsqueeze(1)                        # [B, 1, T, S]
+        elif cp is not None:
+            if doc is None:
+                raise ValueError("context parallelism needs doc and positions of whole rows, cut by zigzag")
+            mask = zigzag_masks(doc, cp)
         elif doc is not None:
             causal = torch.ones(doc.shape[1], doc.shape[1], dtype=torch.bool, device=doc.device).tril()
             mask = ((doc.unsqueeze(2) == doc.unsqueeze(1)) & causal).unsqueeze(1)        # [B, 1, T, T]
         return Context(angles.cos().to(dtype), angles.sin().to(dtype), positions, mask, cache, rows, span, replay,
-                       plausibility, real, [] if record else None)
+                       plausibility, real, [] if record else None, cp)
+
+    @property
+    def split_rows(self) -> bool:
+        """Does every rank hold only its share of each row's tokens?"""
+        return self.parallel is not None and self.parallel.cp is not None
 
     def _check_routes(self, replay: Tensor, positions: Tensor) -> None:
         want = (*positions.shape, self.config.n_moe_layers, self.config.n_experts_per_tok)
@@ -452,7 +486,10 @@ class Transformer(nn.Module):
             ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         x = self.embed_tokens(tokens)                                                    # [B, T, D]
         for layer in self.layers:
-            x = layer(x, ctx)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, ctx, use_reentrant=False)
+            else:
+                x = layer(x, ctx)
         return self.norm(x)
 
     def balance(self, rate: float) -> None:
@@ -866,6 +903,176 @@ def causal_pairs(length: int, cp: int, zigzag: bool = True) -> list[int]:
         raise ValueError(f"{length} tokens do not divide into 2 · {cp} chunks: pad to a multiple of {2 * cp}")
     pairs = [n * n * j + n * (n + 1) // 2 for j in range(2 * cp)]
     return [pairs[i] + pairs[-1 - i] if zigzag else pairs[2 * i] + pairs[2 * i + 1] for i in range(cp)]
+
+
+# ------------------------------------------------------------------------------- across ranks (S1 to S4)
+
+
+@dataclass
+class Parallel:
+    """The process groups that this rank's model works in. None: not split that way.
+
+    Every rank holds E / ep experts of every MoE layer and T / cp tokens of every row. `world` has all ranks:
+    the load that moves the routers' biases is summed over it. With `cp` set to None for a while every rank of
+    the group reads whole rows, as evaluation does.
+    """
+    world: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None
+    cp: dist.ProcessGroup | None = None
+
+
+def parallelise(module: nn.Module, parallel: Parallel | None) -> None:
+    """Tell a model (or MTP layers) which groups it works in; with an `ep`, `shard_experts` it too."""
+    for m in module.modules():
+        if isinstance(m, (Transformer, MoE)):
+            m.parallel = parallel
+
+
+def shard_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Every stacked expert weight becomes a DTensor that is cut along the experts over the 1-D `mesh`.
+
+    DTensors and not plain slices: optimizers, norms and checkpoints then know that the ranks' parts differ.
+    Plain slices under one name count as copies when a checkpoint is written: all but one rank's are lost.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor  # costs a second: not at the top
+
+    for m in module.modules():
+        if isinstance(m, MoE):
+            if m.c.n_experts % mesh.size():
+                raise ValueError(f"{m.c.n_experts} experts do not divide over {mesh.size()} ranks (EP)")
+            for name in ("w_gate_up", "w_down"):
+                whole = getattr(m, name)
+                cut = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+                setattr(m, name, nn.Parameter(cut, whole.requires_grad))
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """This rank's experts of a stacked weight: [E / ep, ·, ·], or all of them where nothing is cut."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows to the ranks of a group: the first send[0] to rank 0, and so on; zeros are allowed."""
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """`there` with a gradient that takes the way `back`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, there: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
+
+
+def routed_across(moe: MoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """`MoE.routed` with the experts spread over the ranks of an expert-parallel group (S1, S4).
+
+    Sort this rank's (token, slot) pairs by expert, and so by rank; tell each rank how many rows come for each
+    of its experts; send the rows; sort what arrived by expert; compute; send the results home the way they
+    came; weigh and add them there. A rank without tokens, or whose experts nobody chose, takes part with 0
+    rows: staying away would leave the others waiting. x [N, D], ids and weights [N, K]; returns [N, D].
+    """
+    group, quantised = moe.parallel.ep, moe.c.dispatch == "mxfp8"
+    w_gate_up, w_down = local_part(moe.w_gate_up), local_part(moe.w_down)
+    ranks, (N, K), local = group.size(), ids.shape, len(w_gate_up)
+    p = kernels.plan(ids, moe.c.n_experts)
+    counts = torch.empty_like(p.counts)                                                  # [ranks · E / ranks]
+    dist.all_to_all_single(counts, p.counts, group=group)
+    counts = counts.view(ranks, local)                                                   # [source, my expert]
+    # The numbers of rows must be known on the host: one synchronisation a layer on a GPU (DeepEP avoids it).
+    send, receive = p.counts.view(ranks, local).sum(1).tolist(), counts.sum(1).tolist()
+    there = partial(all_to_all, send=send, receive=receive, group=group)
+    back = partial(all_to_all, send=receive, receive=send, group=group)
+    # A copy of each token per slot, then a permutation: in backward no two rows meet, so nothing is atomic.
+    rows = x.unsqueeze(1).expand(N, K, -1).reshape(N * K, -1)[p.order]
+    rows = (dispatch_rows if quantised else _Exchange.apply)(rows, there, back)    # by source, then expert
+    expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(counts.flatten())
+    order = expert.argsort(stable=True)
+    y = kernels.grouped_experts(rows[order], counts.sum(0), w_gate_up, w_down, moe.c.precision)
+    y = y[order.argsort()]
+    y = (combine_rows if quantised else _Exchange.apply)(y, back, there)[p.inverse]      # [N · K, D], at home
+    return (y.view(N, K, -1) * weights.unsqueeze(2)).sum(1).to(x.dtype)
+
+
+def zigzag(length: int, cp: int, rank: int) -> Tensor:
+    """Positions of a row that rank `rank` of `cp` holds (S3): of 2·cp chunks the `rank`-th from each end."""
+    n, left = divmod(length, 2 * cp)
+    if left:
+        raise ValueError(f"{length} tokens do not divide into 2 · {cp} chunks: pad to a multiple of {2 * cp}")
+    chunk = torch.arange(n)
+    return torch.cat((chunk + rank * n, chunk + (2 * cp - 1 - rank) * n))
+
+
+def whole_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's [B, T / cp, ·] to [B, T, ·] in the order of the sequence, without a gradient."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    first, last = zip(*(part.chunk(2, dim=1) for part in parts))
+    return torch.cat((*first, *reversed(last)), dim=1)
+
+
+def own_gradient(dx: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Backward of `whole_rows`: Σ over ranks of the gradient [B, T, ·], this rank's tokens of it."""
+    chunks, n = dx.chunk(2 * group.size(), dim=1), group.size()
+    parts = [torch.cat((chunks[i], chunks[2 * n - 1 - i]), dim=1) for i in range(n)]
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter(out, parts, group=group)                    # sums, for the loss is a sum over ranks
+    return out
+
+
+def gather_latents(latent: Tensor, k_rope: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The latents [B, T, R] and rotary keys [B, T, dr] of whole rows from every rank's share (S2).
+
+    R + dr numbers a token travel, where keys and values of H heads would be H (dn + dr + dv), 36 times as
+    many. Each rank then projects all of them itself.
+    """
+    both = torch.cat((latent, k_rope), dim=-1)
+    both = _Exchange.apply(both, partial(whole_rows, group=group), partial(own_gradient, group=group))
+    return both.split([latent.shape[-1], k_rope.shape[-1]], dim=-1)
+
+
+def zigzag_masks(doc: Tensor, group: dist.ProcessGroup) -> list[tuple[int, Tensor]]:
+    """For each of this rank's two chunks: how many keys it may look at, and which.
+
+    doc [B, T / cp]: numbers of documents. Rows of one document each need no mask but "causal, aligned at the
+    end", which fused kernels know; others get [B, 1, n, keys]. Keys behind a chunk are not touched: that is
+    what makes the work equal.
+    """
+    docs, n = whole_rows(doc, group), doc.shape[1] // 2
+    whole, masks = bool((docs == docs[:, :1]).all()), []
+    for start in (group.rank() * n, (2 * group.size() - 1 - group.rank()) * n):
+        end = start + n
+        if whole:
+            masks.append((end, causal_lower_right(n, end)))
+            continue
+        causal = torch.ones(n, end, dtype=torch.bool, device=doc.device).tril(start)
+        same = docs[:, start:end].unsqueeze(2) == docs[:, :end].unsqueeze(1)
+        masks.append((end, (same & causal).unsqueeze(1)))
+    return masks
+
+
+def attend_chunks(q: Tensor, k: Tensor, v: Tensor, masks: list[tuple[int, Tensor]], scale: float) -> Tensor:
+    """Attention of two chunks of queries [B, H, T / cp, ·] on the keys before their ends, of [B, H, T, ·]."""
+    attend = partial(F.scaled_dot_product_attention, scale=scale)
+    return torch.cat([attend(q_n, k[:, :, :end], v[:, :, :end], attn_mask=mask)
+                      for q_n, (end, mask) in zip(q.chunk(2, dim=2), masks)], dim=2)
+
+
+def ahead(x: Tensor, n: int, parallel: Parallel | None) -> Tensor:
+    """x [B, T, ·] of n positions later in its row; the last n get the first ones. The row may be spread over
+    ranks: shifting a rank's own tokens would be wrong at the edge of every chunk. No gradient where it is."""
+    if parallel is None or parallel.cp is None:
+        return x.roll(-n, dims=1)
+    group = parallel.cp
+    index = zigzag(x.shape[1] * group.size(), group.size(), group.rank()).to(x.device)
+    return whole_rows(x, group).roll(-n, dims=1)[:, index]
 
 
 # ------------------------------------------------------------------------------------------------- counting

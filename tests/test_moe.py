@@ -1,9 +1,15 @@
 """moe.py against a naive reference in float64, the worked values of the architecture, and its edges."""
 
 import math
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import moe
 
@@ -265,3 +271,127 @@ def test_a_nan_row_stays_alone() -> None:
         dirty = m(x, ctx, 0)
     keep = torch.tensor([0, 1, 3, 4])
     assert torch.isnan(dirty[0, 2]).all() and torch.allclose(dirty[0, keep], clean[0, keep])
+
+
+# ------------------------------------------------------------------------------------------ experts and rows on ranks
+
+
+class Case(NamedTuple):
+    """One comparison of ranks with one process: sizes of the groups, rows of tokens, where they are routed."""
+
+    ep: int
+    cp: int
+    rows: int = 4
+    length: int = 24
+    starve: bool = False  # all tokens to two experts: most ranks compute nothing
+    docs: bool = False  # several documents a row
+    recompute: bool = False
+    dispatch: str = "native"
+
+
+CASES = {
+    2: [Case(2, 1), Case(2, 1, starve=True), Case(2, 2, docs=True), Case(1, 2), Case(2, 1, rows=1),
+        Case(2, 2, recompute=True, docs=True), Case(2, 1, dispatch="mxfp8")],
+    4: [Case(2, 2), Case(4, 1, rows=3), Case(4, 4, docs=True), Case(4, 2, starve=True, recompute=True)],
+}
+
+
+def loss_of(model: moe.Transformer, share: dict[str, torch.Tensor]) -> torch.Tensor:
+    ctx = model.context(share["positions"], doc=share["doc"], real=share["real"])
+    logits = model.lm_head(model(share["tokens"], ctx))
+    return F.cross_entropy(logits.flatten(0, 1), share["labels"].flatten(), ignore_index=-1, reduction="sum")
+
+
+def rows_of(case: Case) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(case.rows)
+    tokens = torch.randint(0, 64, (case.rows, case.length), generator=g)
+    cut = 5 if case.docs else case.length
+    column = torch.arange(case.length).expand_as(tokens)
+    labels = tokens.roll(-1, 1).masked_fill((column + 1) % cut == 0, -1)
+    labels[:, -1] = -1
+    return dict(tokens=tokens, doc=column // cut, positions=column % cut, labels=labels, real=column < case.length - 1)
+
+
+def share_of(batch: dict[str, torch.Tensor], ranks: int, rank: int, cp: int) -> dict[str, torch.Tensor]:
+    """Rows dealt over dp = ranks / cp (a rank beyond them gets one of padding), tokens by zigzag over cp."""
+    dp, index = ranks // cp, moe.zigzag(batch["tokens"].shape[1], cp, rank % cp)
+    out = {k: v[rank // cp :: dp][:, index] for k, v in batch.items()}
+    if not len(out["tokens"]):
+        fill = dict(tokens=0, doc=-1, positions=0, labels=-1, real=False)
+        out = {k: torch.full((1, len(index)), fill[k], dtype=v.dtype) for k, v in batch.items()}
+    return out
+
+
+def compare(case: Case, rank: int, ranks: int) -> None:
+    wide = dict(dim=32, expert_dim=32, n_experts=8, n_layers=3, vocab_size=64, dispatch=case.dispatch)
+    c = replace(SMALL, **wide)
+    dense = init_device_mesh("cpu", (ranks // case.cp, case.cp), mesh_dim_names=("dp", "cp"))
+    sparse = init_device_mesh("cpu", (ranks // case.ep, case.ep), mesh_dim_names=("efsdp", "ep"))
+    one, many = build(c).train(), build(c).train()
+    if case.starve:
+        for model in (one, many):
+            for layer in model.layers[c.n_dense_layers :]:
+                layer.mlp.gate.e_score_correction_bias[:2] += 9.0
+    batch = rows_of(case)
+    value = loss_of(one, batch)
+    value.backward()
+    moe.shard_experts(many, sparse["ep"])
+    moe.parallelise(many, moe.Parallel(dist.group.WORLD, sparse.get_group("ep"), dense.get_group("cp")
+                                       if case.cp > 1 else None))
+    many.recompute = case.recompute
+    part = loss_of(many, share_of(batch, ranks, rank, case.cp))
+    part.backward()
+    part = part.detach()
+    dist.all_reduce(part)
+
+    def close(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+        if case.dispatch == "native":  # float64 but for the router, which is float32 in every model
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, msg=lambda text: f"{case} {name}: {text}")
+        else:  # many round to bf16 on the way home, one does not
+            assert (got - want).norm() <= 0.02 * want.norm(), f"{case} {name}"
+
+    close(part, value.detach(), "loss")
+    for (name, p), q in zip(one.named_parameters(), many.parameters()):
+        if hasattr(q, "to_local"):  # this rank's experts have seen the tokens of its ep group: sum over efsdp
+            grad = q.grad.to_local()
+            dist.all_reduce(grad, group=sparse.get_group("efsdp"))
+            want = p.grad.chunk(case.ep)[sparse.get_local_rank("ep")]
+        else:
+            grad, want = q.grad, p.grad
+            dist.all_reduce(grad)
+        close(grad, want, name)
+    one.balance(0.1)
+    many.balance(0.1)
+    for a, b in zip(one.buffers(), many.buffers()):
+        torch.testing.assert_close(a, b)
+
+
+def on_ranks(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=60))
+    for case in CASES[ranks]:
+        compare(case, rank, ranks)
+    # what a row's tokens see n positions later, across ranks and chunks
+    x, group = torch.arange(16).view(1, 16) + torch.zeros(2, 1, dtype=torch.long), dist.group.WORLD
+    index = moe.zigzag(16, ranks, rank) if 16 % (2 * ranks) == 0 else None
+    assert torch.equal(moe.ahead(x[:, index], 3, moe.Parallel(cp=group)), x.roll(-3, 1)[:, index])
+    rows = moe.all_to_all(torch.zeros(0, 3), [0] * ranks, [0] * ranks, group)
+    assert rows.shape == (0, 3)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_give_the_loss_gradients_and_balance_of_one_process(ranks: int, tmp_path) -> None:
+    """Every comparison of one number of ranks in one launch: starting the processes costs more than the work."""
+    torch.multiprocessing.spawn(on_ranks, (ranks, str(tmp_path)), ranks)
+
+
+def test_zigzag_is_a_permutation_and_equalises_the_work() -> None:
+    for cp in (1, 2, 4):
+        parts = [moe.zigzag(48, cp, r) for r in range(cp)]
+        assert torch.cat(parts).sort().values.equal(torch.arange(48))
+        pairs = [int((p + 1).sum()) for p in parts]  # a query at position p may look at p + 1 keys
+        assert len(set(pairs)) == 1 and pairs == moe.causal_pairs(48, cp)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        moe.zigzag(50, 4, 0)
