@@ -152,7 +152,7 @@ def distill_loss(model: moe.Transformer, mtp: MTP, hidden: Tensor, tokens: Tenso
     if kind not in ("kl", "ce", "tv"):
         raise ValueError(f"kind = {kind!r}: choose kl, ce or tv")
     head = model.lm_head.weight.detach() if detach_trunk else model.lm_head.weight
-    whole = bool((doc == doc[:, :1]).all()) and not model.split_rows
+    whole = bool(((doc == doc[:, :1]) & (doc >= 0)).all()) and not model.split_rows
     ctx = model.context(positions, doc=None if whole else doc, real=None if whole else doc >= 0)
     states = mtp(model, hidden.detach() if detach_trunk else hidden, tokens, ctx, detach_trunk)
     total, rows, sums = hidden.new_zeros(()), 0, torch.zeros(3, dtype=torch.float64, device=hidden.device)

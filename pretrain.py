@@ -669,8 +669,8 @@ def loss(model: moe.Transformer, batch: Batch, norm: float, chunk: int = 4096) -
     backward pass: 32k tokens of 163,840 logits would be 21 GB. Returns loss, {nll, targets} (sums) and hidden
     [B, T, D].
     """
-    # One document a row: causal, no mask. A share of a row does not show whether it is so.
-    whole = bool((batch.doc == batch.doc[:, :1]).all()) and not model.split_rows
+    # One document a row, no padding: causal, no mask. A share of a row does not show whether it is so.
+    whole = bool(((batch.doc == batch.doc[:, :1]) & (batch.doc >= 0)).all()) and not model.split_rows
     doc, real = (None, None) if whole else (batch.doc, batch.doc >= 0)
     hidden = model(batch.tokens, model.context(batch.positions, doc=doc, real=real))     # [B, T, D]
     wanted = batch.labels >= 0

@@ -48,18 +48,25 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import typing
+import zlib
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Callable, Iterator
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import bench
@@ -76,6 +83,31 @@ STAGES = ("pretrain", "mtp", "long", "sft", "rl", "eval")
 
 
 # ------------------------------------------------------------------------------------------------------ sizes
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the training service spreads over its processes. 1: not split that way."""
+
+    ep: int = 1  # ranks over which the experts are spread
+    cp: int = 1  # ranks over which a row's tokens are spread: pretrain, mtp, sft
+    cp_long: int = 1  # the same for long and rl
+    param_dtype: str = "fp32"  # of gathered weights, or bf16; masters, gradients and moments are fp32
+    recompute: bool = False  # keep the layers' inputs only (activation checkpointing)
+    timeout_s: float = 600.0  # a collective that waits longer ends the run
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "cp", "cp_long"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ranks.{name} = {getattr(self, name)} must be at least 1")
+        if self.param_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"ranks.param_dtype = {self.param_dtype!r}: choose fp32 or bf16")
+
+    def fits(self, n: int, model: moe.Config) -> bool:
+        """Can `n` processes hold this model? Experts are cut along their widths by the n / ep ranks that share them."""
+        if n % self.ep or n % self.cp or n % self.cp_long or model.n_experts % self.ep:
+            return False
+        return model.dim % (n // self.ep) == 0 and 2 * model.expert_dim % (n // self.ep) == 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +131,7 @@ class Config:
     control_tasks: int = 16  # of the summary family, for blanked and scrambled summaries
     checkpoint_s: float = 30.0  # seconds between checkpoints inside a stage
     model: moe.Config = field(default_factory=moe.Config)
+    ranks: Ranks = field(default_factory=Ranks)
     window: WindowConfig = field(default_factory=WindowConfig)
     grpo: grpo.GRPOConfig = field(default_factory=grpo.GRPOConfig)
     penalty: Penalty = field(default_factory=Penalty)
@@ -119,7 +152,11 @@ SIZES: dict[str, dict] = {
         long=dict(length=1024, rows=3, steps=60, lr=2e-3, lr_start=3e-3, warmup=5, mtp_every=4,
                   mix={"code": 0.5, "track": 0.5}),
         sft=dict(length=224, rows=10, steps=700, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4)),
-    "full": dict(device="cuda"),
+    "full": dict(
+        device="cuda",
+        model=dict(precision="mxfp8", dispatch="mxfp8"),
+        ranks=dict(ep=8, cp=2, cp_long=8, param_dtype="bf16", recompute=True),
+        pretrain=dict(rows=1024), mtp=dict(rows=1024), sft=dict(rows=256), long=dict(rows=256)),
 }
 
 SMOKE = ("pretrain.steps=6", "mtp.steps=4", "long.steps=3", "sft.steps=8", "grpo.steps=2", "grpo.groups=2",
@@ -204,6 +241,255 @@ def config_from(plain: dict) -> Config:
     return Config(**{k: one(kinds[k], v) for k, v in plain.items()})
 
 
+# ------------------------------------------------------------------------------------------------ ranks (S1)
+
+
+class World:
+    """This process among those of the training service: groups, sums and shares. A world of one shards nothing."""
+
+    def __init__(self, c: Config, device: str):
+        self.ranks, self.rank, self.size = c.ranks, dist.get_rank(), dist.get_world_size()
+        r, n = c.ranks, self.size
+        if not r.fits(n, c.model):
+            near = [next((m for m in span if r.fits(m, c.model)), None)
+                    for span in (range(n - 1, 0, -1), range(n + 1, 64 * n + 64))]
+            raise Refused(f"{n} processes do not fit ranks.ep = {r.ep}, cp = {r.cp}, cp_long = {r.cp_long} and "
+                          f"{c.model.n_experts} experts of width {c.model.expert_dim}: the nearest numbers are "
+                          f"{' and '.join(str(m) for m in near if m) or 'none'}; or choose smaller groups, "
+                          "as in --set ranks.ep=1")
+        local = self.rank % torch.cuda.device_count() if device == "cuda" else None
+        self.device = torch.device(device, local)
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+        self.flat = init_device_mesh(device, (n,), mesh_dim_names=("fsdp",))  # dense weights: dp and cp folded
+        self.sparse = init_device_mesh(device, (n // r.ep, r.ep), mesh_dim_names=("efsdp", "ep"))
+        self.rows = {cp: init_device_mesh(device, (n // cp, cp), mesh_dim_names=("dp", "cp"))
+                     for cp in {1, r.cp, r.cp_long}}
+
+    def cp(self, stage: str) -> int:
+        return self.ranks.cp_long if stage in ("long", "rl") else self.ranks.cp
+
+    def parallel(self, cp: int = 1) -> moe.Parallel | None:
+        """The groups that the model works in, with rows split over `cp` ranks."""
+        if self.size == 1:
+            return None
+        return moe.Parallel(dist.group.WORLD, self.sparse.get_group("ep") if self.ranks.ep > 1 else None,
+                            self.rows[cp].get_group("cp") if cp > 1 else None)
+
+    def shard(self, module: nn.Module) -> None:
+        """FSDP2: every weight cut over the ranks, gathered layer by layer when it is used, gradients summed.
+
+        Dense weights along their first dimension over all ranks; experts over `ep` by number, and within an
+        expert along its second dimension over `efsdp`: by number again would leave ranks without any where there
+        are more ranks than experts. Gradients are sums, for the loss is divided by the token count of all ranks:
+        FSDP's mean would make experts' gradients ep times too large.
+        """
+        if self.size == 1:
+            return
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+        from torch.distributed.tensor import Shard
+
+        module.recompute = self.ranks.recompute
+        moe.parallelise(module, self.parallel())
+        experts = Shard(1)
+        if self.ranks.ep > 1:
+            moe.shard_experts(module, self.sparse["ep"])
+            experts = ShardPlacementResult(Shard(1), FSDPMeshInfo(self.sparse["efsdp"], shard_mesh_dim=0))
+        low = torch.bfloat16 if self.ranks.param_dtype == "bf16" else None
+        options = dict(mesh=self.flat, mp_policy=MixedPrecisionPolicy(low, torch.float32),
+                       shard_placement_fn=lambda p: experts if p.dim() == 3 else None)
+        for part in (*module.layers, module):
+            fully_shard(part, **options)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+
+    def total(self, value: float) -> float:
+        """Σ over the ranks."""
+        if self.size == 1:
+            return float(value)
+        x = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        dist.all_reduce(x)
+        return float(x)
+
+    @torch.no_grad()
+    def clip(self, parameters: list, limit: float) -> float:
+        """Scale gradients to a norm of at most `limit`; returns the norm before.
+
+        Own arithmetic, because torch's stops at parameters on two meshes. Every number is on exactly one rank,
+        so the square of the norm is the sum of the ranks' squares.
+        """
+        if self.size == 1:
+            return float(nn.utils.clip_grad_norm_(parameters, limit))
+        grads = [moe.local_part(p.grad) for p in parameters if p.grad is not None]
+        norm = math.sqrt(self.total(float(nn.utils.get_total_norm(grads)) ** 2))
+        for g in grads:
+            g.mul_(min(1.0, limit / (norm + 1e-6)))
+        return norm
+
+    def share(self, batch: pretrain.Batch, cp: int) -> pretrain.Batch:
+        """This rank's part of a step's batch, which every rank makes whole: rows in turn to dp, tokens to cp.
+
+        Rows and columns of padding make both divide; a rank beyond the last row gets nothing else.
+        """
+        dp, (rows, length) = self.size // cp, batch.tokens.shape
+        more_rows, more = -rows % dp, -length % (2 * cp)
+        if self.size == 1 or not more_rows and not more and dp == cp == 1:
+            return batch
+        index = moe.zigzag(length + more, cp, self.rank % cp)
+
+        def cut(x: torch.Tensor, fill: int) -> torch.Tensor:
+            return nn.functional.pad(x, (0, more, 0, more_rows), value=fill)[self.rank // cp::dp][:, index]
+
+        return pretrain.Batch(cut(batch.tokens, 0), cut(batch.targets, 0), cut(batch.doc, -1),
+                              cut(batch.positions, 0), batch.sample_ids, cut(batch.labels, -1))
+
+    def agree(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+
+def join(c: Config, device: str) -> World:
+    """The process group that torchrun describes, or one of this process alone: the same path from here on."""
+    if not dist.is_initialized():
+        kind = dict(backend="nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=c.ranks.timeout_s))
+        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(**kind, **({} if dist.is_torchelastic_launched() else alone))
+    return World(c, device)
+
+
+# ------------------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU as its vendor describes it: bytes, dense FLOP/s, bytes/s of one direction."""
+
+    memory: float
+    fp8: float
+    bf16: float
+    inside: float  # NVLink
+    network: float  # its network card
+
+    # NVIDIA's data sheets: HGX B300 (ConnectX-8, 800 Gb/s) and H200 (ConnectX-7, 400 Gb/s)
+    # What of it is reached. Matrix products: DeepSeek-V3 on GB300 in MXFP8 runs at 1,088 TFLOP/s, 24 % of FP8's peak
+    # (Megatron-Bridge, docs/performance-summary.md, NeMo 25.11); attention in bf16: 0.5, ours.
+    linear: float = 0.22
+    attention: float = 0.5
+    usable: float = 0.94  # of the memory; the rest is the driver's, NCCL's and fragmentation's (ours)
+
+
+CHIPS = {"b300": Chip(288e9, 4.5e15, 2.25e15, 900e9, 100e9), "h200": Chip(141e9, 1.98e15, 0.99e15, 450e9, 50e9)}
+
+
+def imagine(c: Config, n: int) -> tuple[int, int, float]:
+    """Build and shard the real model for `n` ranks, as rank 0 would, on the meta device under a fake group.
+
+    Returns parameters, those of rank 0 (it has the most: chunks are handed out from rank 0 on) and seconds.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    began = time.perf_counter()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    try:
+        with torch.device("meta"):
+            model = moe.Transformer(c.model)
+        World(c, "cpu").shard(model)
+        whole = sum(p.numel() for p in model.parameters())
+        mine = sum(moe.local_part(p).numel() for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+    return whole, mine, time.perf_counter() - began
+
+
+def memory_of(c: Config, phase: Phase, cp: int, rows: int, mine: int) -> dict[str, float]:
+    """Bytes of one rank by kind when a backward pass has `rows` rows, an estimate: every formula is in sight."""
+    m, n = c.model, moe.count(c.model)
+    tokens = rows * phase.length / cp
+    expert = n["experts"] / max(m.n_moe_layers, 1)
+    block = (n["shared"] + n["router"] + n["attention"]) / m.n_layers + expert / c.ranks.ep  # gathered parameters
+    width = 2 if c.ranks.param_dtype == "bf16" else 4
+    heads = m.n_heads * (m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim)
+    routed = tokens * m.n_experts_per_tok * (2 * m.dim + 3 * m.expert_dim) * width
+    logits = 2 * 4 * min(4096, tokens) * m.vocab_size  # a chunk of logits and its gradient, fp32
+    return dict(
+        state=16.0 * mine,  # fp32 master, gradient, two moments
+        gathered=block * (2 * width + 2 * 4) + (n["embedding"] + n["head"]) * width,  # this and the next; gradients
+        inputs=m.n_layers * tokens * m.dim * width,  # of the layers, kept for recomputation
+        live=2 * routed + rows * phase.length * heads * 2 * width + logits)  # one layer forward and backward
+
+
+def speed_of(c: Config, phase: Phase, cp: int, rows: int, n: int, chip: Chip) -> dict[str, float]:
+    """Seconds of one backward pass of `rows` rows per rank by resource, and its tokens per second in all."""
+    m, k = c.model, moe.count(c.model)
+    tokens = rows * phase.length / cp
+    linear, attention = moe.flops_per_token(m, phase.length)
+    again = 4 / 3 if c.ranks.recompute else 1.0
+    seconds = dict(compute=again * tokens * (linear / (chip.linear * chip.fp8)
+                                             + attention / (chip.attention * chip.bf16)))
+    # FSDP: weights gathered forward and backward, gradients reduced in fp32; experts only over efsdp.
+    width = 2 if c.ranks.param_dtype == "bf16" else 4
+    gathered = k["total"] - k["experts"] + k["experts"] / c.ranks.ep
+    seconds["weights"] = (2 * width + 4) * gathered / chip.network
+    # Rows to their experts and back, forward, again and backward; inside a node. And the latents of other ranks.
+    wire = moe.expert_traffic(m, int(tokens), c.ranks.ep)
+    seconds["rows"] = 3 * m.n_moe_layers * (wire["sum"] if m.dispatch == "mxfp8" else wire["bf16"]) / chip.inside
+    if cp > 1:
+        latents = rows * moe.latent_traffic(m, phase.length, cp)["latents"]
+        seconds["latents"] = 3 * m.n_layers * latents / (chip.inside if cp <= 8 else chip.network)
+    # Gathering runs beside computing; rows and latents are waited for.
+    step = max(seconds["compute"] + seconds["rows"] + seconds.get("latents", 0.0), seconds["weights"])
+    return dict(**seconds, step=step, tokens_per_s=tokens * n / step, flops=tokens * (linear + attention) / step)
+
+
+def plan(c: Config, gpus: int, gpu: str) -> dict:
+    """`--plan`: what fits where and how fast, printed; returns the JSON line. Nothing is trained."""
+    chip, n = CHIPS[gpu], moe.count(c.model)
+    whole, mine, seconds = imagine(c, gpus)
+    if whole != n["total"]:
+        raise AssertionError(f"{whole:,} parameters after sharding, {n['total']:,} before")
+    share = mine / whole
+    print(f"{whole:,} parameters, {n['active']:,} active per token; built and sharded for {gpus} ranks on the meta "
+          f"device in {seconds:.1f} s\nexperts over ep {c.ranks.ep} x efsdp {gpus // c.ranks.ep}, the rest over all; "
+          f"largest rank {mine:,} parameters, {share * gpus:.4f} of an even share")
+    fits, rates = True, {}
+    for name, phase in (("pretrain", c.pretrain), ("long", c.long)):
+        cp = c.ranks.cp_long if name == "long" else c.ranks.cp
+        per_rank = -(-phase.rows * cp // gpus)  # rows of a step that a group of cp ranks computes
+        room = chip.usable * chip.memory
+        sizes = [r for r in range(per_rank, 0, -1) if per_rank % r == 0]
+        rows = next((r for r in sizes if sum(memory_of(c, phase, cp, r, mine).values()) <= room), 1)
+        memory, speed = memory_of(c, phase, cp, rows, mine), speed_of(c, phase, cp, rows, gpus, chip)
+        good = sum(memory.values()) <= room
+        fits, rates[name] = fits and good, speed["tokens_per_s"]
+        print(f"\n{name}: {phase.length:,} tokens a row, cp {cp}, {phase.rows} rows a step, {per_rank} per group of "
+              f"{cp}, {rows} at a time (--set {name}.micro_rows={rows})")
+        print("    memory per GPU, GB      " + "".join(f"{k} {v / 1e9:.1f}  " for k, v in memory.items())
+              + f"sum {sum(memory.values()) / 1e9:.0f} of {chip.memory / 1e9:.0f}: {'fits' if good else 'does NOT fit'}")
+        print("    seconds a pass          " + "".join(f"{k} {speed[k]:.2f}  " for k in
+              ("compute", "rows", "latents", "weights") if k in speed)
+              + f"limited by {'gathering weights' if speed['step'] == speed['weights'] else 'computing'}")
+        tokens = phase.tokens
+        print(f"    {speed['tokens_per_s']:,.0f} tokens/s, {speed['tokens_per_s'] / gpus:,.0f} per GPU at "
+              f"{speed['flops'] / 1e12:.0f} TFLOP/s ({speed['flops'] / chip.fp8:.0%} of FP8's peak); "
+              f"{tokens:,} tokens take {tokens / speed['tokens_per_s'] / 86_400:.1f} days")
+    written, published = 12 * whole, 2 * whole
+    print(f"\ncheckpoint {written / 1e12:.1f} TB (master and moments), {written / 200e9:.0f} s at 200 GB/s; weights in bf16 "
+          f"{published / 1e12:.2f} TB: a full snapshot leaves {gpus} GPUs in {published / gpus / chip.network:.2f} s, "
+          "a delta\nof an RL step, with 98 % of the weights unchanged (Fireworks' account; report §6.2: a few GB), "
+          f"is about {0.02 * published / 1e9:.0f} GB before compression, "
+          f"{0.02 * published / gpus / chip.network:.3f} s")
+    print(f"peaks: NVIDIA's data sheets; reached: {chip.linear:.0%} of FP8 in matrix products (DeepSeek-V3 on GB300, "
+          f"Megatron-Bridge's table), {chip.attention:.0%} of bf16 in attention (ours)\n")
+    return dict(gpu=gpu, gpus=gpus, parameters=whole, active_parameters=n["active"],
+                max_local_share=share, fits=fits, tokens_per_s=round(rates["pretrain"]),
+                tokens_per_s_long=round(rates["long"]))
+
+
 # ---------------------------------------------------------------------------------------------- a run's state
 
 
@@ -240,11 +526,104 @@ class Memory(threading.Thread):
         return total
 
 
+class Damaged(Exception):
+    """A checkpoint that must not be used: what is wrong with it, in one line."""
+
+
+def contents(modules: nn.Module, optimizer: torch.optim.Optimizer | None, master: nn.Module | None) -> dict:
+    """What a checkpoint holds, flat: weights by name; moments by the name of their weight, as DTensors, so that any
+    number of ranks can read what any other wrote. Nothing in it belongs to one rank: random numbers are functions
+    of (seed, sample), data is a cursor."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    state = dict(modules.state_dict())
+    if master is not None:
+        state |= {f"master.{k}": v for k, v in master.state_dict().items()}
+    if optimizer is not None:
+        # Makes the moments of a fresh optimizer first: an empty state would load as nothing, without an error.
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        owner = modules if master is None else master
+        state |= {f"optimizer.{k}": v for k, v in get_optimizer_state_dict(owner, optimizer, options=flat).items()}
+    return state
+
+
+def crc(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def save(folder: Path, state: dict, plain: dict, world: World | None) -> None:
+    """Write a checkpoint (torch.distributed.checkpoint) whole or not at all, over one of the same name.
+
+    Every rank writes its part into a new folder; rank 0 adds COMPLETE with sizes, checksums and the plain values,
+    and renames. A crash before that leaves the old one, and a `.part` that the next writer removes.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    alone, part = world is None or world.size == 1, folder.with_name(folder.name + ".part")
+    if alone or world.rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    if not alone:
+        dist.barrier()
+    dcp.save(state, checkpoint_id=part, no_dist=alone)
+    rank = 0 if alone else world.rank
+    sums = [{p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")}]
+    if not alone:
+        sums = [None] * world.size
+        dist.all_gather_object(sums, {p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")})
+    if rank == 0:
+        note = dict(plain=plain, ranks=1 if alone else world.size, files={k: v for s in sums for k, v in s.items()})
+        (part / "COMPLETE").write_text(json.dumps(note))
+        shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, folder.with_name(folder.name + ".old"))
+        os.replace(part, folder)
+        shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
+    if not alone:
+        dist.barrier()
+
+
+def restore(folder: Path, modules: nn.Module, optimizer: torch.optim.Optimizer | None, master: nn.Module | None,
+            world: World | None) -> dict:
+    """Read a checkpoint in place, whatever number of ranks wrote it; its plain values. Raises `Damaged`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    alone = world is None or world.size == 1
+    note = json.loads((folder / "COMPLETE").read_text())
+    # The library has no checksums: a flipped bit would pass. Ranks share the reading.
+    mine = list(note["files"].items())[0 if alone else world.rank::1 if alone else world.size]
+    bad = [name for name, (size, check) in mine if not (folder / name).exists()
+           or (folder / name).stat().st_size != size or crc(folder / name) != check]
+    if (bad if alone else world.total(len(bad))):
+        raise Damaged(f"{folder} is damaged ({', '.join(bad) or 'seen by another rank'}): it is not used")
+    state = contents(modules, optimizer, master)
+    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    # Nor does it mind entries that nobody asks for, or another dtype, which it casts.
+    wrong = [k for k, v in state.items() if k not in known or isinstance(v, torch.Tensor) and
+             (known[k].size != v.shape or known[k].properties.dtype != v.dtype)]
+    left = [k for k in known if k not in state and (optimizer is not None or not k.startswith(("optim", "master")))]
+    if wrong or left:
+        raise Damaged(f"{folder} is of another model: {len(wrong)} entries differ {wrong[:3]}, {len(left)} have no "
+                      f"place {left[:3]}")
+    dcp.load(state, checkpoint_id=folder, no_dist=alone)
+    if optimizer is not None:
+        moments = {k.removeprefix("optimizer."): v for k, v in state.items() if k.startswith("optimizer.")}
+        set_optimizer_state_dict(modules if master is None else master, optimizer, moments,
+                                 options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return note["plain"]
+
+
 class Run:
     """A run's folder and everything that stages share: configuration, model, protocol, log, checkpoints."""
 
-    def __init__(self, config: Config, out: Path, size: str):
+    def __init__(self, config: Config, out: Path, size: str, world: World | None = None):
         self.config, self.out, self.size, self.began = config, out, size, time.perf_counter()
+        self.world, self.chief = world, world is None or world.rank == 0  # the chief writes logs and run.json
         self.state: dict = dict(size=size, config=dataclasses.asdict(config), done=[], results={}, wall_s=0.0)
         self.protocol = Protocol(pretrain.Bytes())
         self.model = moe.Transformer(config.model)
@@ -255,45 +634,72 @@ class Run:
     def results(self) -> dict:
         return self.state["results"]
 
+    def work_on(self, cp: int) -> None:
+        """From now on rows are spread over `cp` ranks."""
+        for module in (self.model, self.layers):
+            moe.parallelise(module, self.world.parallel(cp))
+
     def save(self) -> None:
         """run.json, whole or not at all."""
+        if not self.chief:
+            return
         part = self.out / "run.json.part"
         part.write_text(json.dumps(self.state, indent=1))
         os.replace(part, self.out / "run.json")
 
     def log(self, stage: str, step: int, **values: object) -> None:
+        if not self.chief:
+            return
         keep = {k: v for k, v in values.items() if k != "sample_ids"}
         wall_s = round(time.perf_counter() - self.began, 2)
         line = json.dumps(dict(stage=stage, step=step, wall_s=wall_s, **keep))
         with open(self.out / "metrics.jsonl", "a") as f:
             f.write(line + "\n")
 
-    def checkpoint(self, name: str, **extra: object) -> None:
-        """Weights of model and MTP layers and what a stage needs to go on; replaces the one of that name."""
-        (self.out / "checkpoints").mkdir(exist_ok=True)
-        grpo.write_file(self.out / "checkpoints" / f"{name}.pt",
-                        dict(model=self.model.state_dict(), mtp=self.layers.state_dict(), **extra))
+    def say(self, text: str) -> None:
+        if self.chief:
+            print(text, flush=True)
 
-    def load(self, name: str) -> dict | None:
-        """Load a checkpoint's weights; None where there is none or it is damaged (said in one line)."""
-        path = self.out / "checkpoints" / f"{name}.pt"
-        if not path.exists():
+    def has(self, name: str) -> bool:
+        return (self.out / "checkpoints" / name / "COMPLETE").exists()
+
+    def modules(self) -> nn.ModuleDict:
+        """Model and MTP layers under the names that they have in checkpoints, their weights sharded."""
+        for module in (self.model, self.layers):
+            if hasattr(module, "reshard"):
+                module.reshard()  # a forward pass leaves the outermost weights gathered
+        return nn.ModuleDict(dict(model=self.model, mtp=self.layers))
+
+    def checkpoint(self, name: str, optimizer: torch.optim.Optimizer | None = None,
+                   master: nn.Module | None = None, **plain: object) -> None:
+        """Weights of model and MTP layers and what a stage needs to go on; replaces the one of that name.
+
+        optimizer: of these weights, or of `master`'s; plain: JSON values, the same on every rank.
+        """
+        save(self.out / "checkpoints" / name, contents(self.modules(), optimizer, master), plain, self.world)
+
+    def load(self, name: str, optimizer: torch.optim.Optimizer | None = None,
+             master: nn.Module | None = None) -> dict | None:
+        """Load weights (and what is asked for) in place; the plain values, None where there is no good one."""
+        folder = self.out / "checkpoints" / name
+        if not self.has(name):
             return None
         try:
-            file = grpo.read_file(path)
-        except ValueError as error:
-            print(f"checkpoints: {error}")
+            return restore(folder, self.modules(), optimizer, master, self.world)
+        except Damaged as error:
+            self.say(f"checkpoints: {error}")
             return None
-        self.model.load_state_dict(file["model"])
-        self.layers.load_state_dict(file["mtp"])
-        return file
+
+    def drop(self, name: str) -> None:
+        if self.chief:
+            shutil.rmtree(self.out / "checkpoints" / name, ignore_errors=True)
 
 
-def bar(iterable: Iterator | None = None, **options: object) -> tqdm:
-    """A progress bar on a terminal; in a log file one line every 30 seconds."""
+def bar(run: Run, **options: object) -> tqdm:
+    """A progress bar on a terminal, of rank 0; in a log file one line every 30 seconds."""
     quiet = not sys.stderr.isatty()
-    return tqdm(iterable, mininterval=30 if quiet else 0.5, maxinterval=30 if quiet else 10,
-                dynamic_ncols=True, ascii=quiet, leave=True, **options)
+    return tqdm(mininterval=30 if quiet else 0.5, maxinterval=30 if quiet else 10, dynamic_ncols=True,
+                ascii=quiet, leave=True, disable=not run.chief, **options)
 
 
 # -------------------------------------------------------------------------------------------- training phases
@@ -302,24 +708,27 @@ def bar(iterable: Iterator | None = None, **options: object) -> tqdm:
 def train(run: Run, stage: str, phase: Phase, batches: Callable[[pretrain.Cursor], Iterator], modules: list,
           at: Callable[[int], None] = lambda step: None) -> None:
     """Run one phase with bar, log and checkpoints; goes on from its own checkpoint when there is one."""
+    world, cp, cursor = run.world, run.world.cp(stage), pretrain.Cursor()
+    run.modules()
     optimizer = pretrain.make_optimizer(modules, phase.lr, run.config.weight_decay)
-    cursor, saved = pretrain.Cursor(), run.load(f"{stage}-part")
-    if saved:
-        optimizer.load_state_dict(saved["optimizer"])
+    if saved := run.load(f"{stage}-part", optimizer):
         cursor = pretrain.Cursor(**saved["cursor"])
     last = time.perf_counter()
-    with bar(total=phase.steps, initial=cursor.step, desc=stage, unit="step") as progress:
-        for m in pretrain.train_phase(run.model, run.layers, optimizer, phase, batches(cursor), cursor.step):
+    shares = (world.share(batch, cp) for batch in batches(cursor))
+    steps = pretrain.train_phase(run.model, run.layers, optimizer, phase, shares, cursor.step, world.total, world.clip)
+    run.work_on(cp)
+    with bar(run, total=phase.steps, initial=cursor.step, desc=stage, unit="step") as progress:
+        for m in steps:
             cursor = cursor.after(m)
             run.log(stage, **m)
             at(cursor.step)
             shown = {k: f"{m[k]:.3f}" for k in ("bits", "mtp_overlap") if k in m}
             progress.set_postfix(refresh=False, **shown, tok_s=f"{m['tokens'] / m['seconds']:.0f}")
             progress.update()
-            if time.perf_counter() - last > run.config.checkpoint_s:
-                run.checkpoint(f"{stage}-part", optimizer=optimizer.state_dict(),
-                               cursor=dataclasses.asdict(cursor))
+            if world.total(time.perf_counter() - last > run.config.checkpoint_s):  # ranks' clocks differ
+                run.checkpoint(f"{stage}-part", optimizer, cursor=dataclasses.asdict(cursor))
                 last = time.perf_counter()
+    run.work_on(1)
 
 
 def corpus_of(run: Run) -> pretrain.Corpus:
@@ -341,9 +750,7 @@ def bits_per_byte(run: Run, corpus: pretrain.Corpus, when: str) -> float:
 
 def stage_pretrain(run: Run) -> None:
     c, corpus = run.config, corpus_of(run)
-    if not (run.out / "checkpoints" / "pretrain-part.pt").exists():
-        run.model.reset_parameters(c.seed)
-        run.layers.reset_parameters(c.seed + 1)
+    if not run.has("pretrain-part"):
         bits_per_byte(run, corpus, "start")
 
     def cut(step: int) -> None:
@@ -358,12 +765,12 @@ def stage_pretrain(run: Run) -> None:
 def stage_mtp(run: Run) -> None:
     """Self-distillation on the mid-run model; then the layers join the model at the end of pretraining."""
     c, corpus = run.config, corpus_of(run)
-    final = {k: v.clone() for k, v in run.model.state_dict().items()}
-    if not (run.out / "checkpoints" / "mtp-part.pt").exists() and run.load("mid") is None:
-        print("mtp: no mid-run checkpoint, the layers learn on the final model")
+    final = {k: v.clone() for k, v in run.modules().model.state_dict().items()}
+    if not run.has("mtp-part") and run.load("mid") is None:
+        run.say("mtp: no mid-run checkpoint, the layers learn on the final model")
     train(run, "mtp", c.mtp,
           lambda cursor: pretrain.code_batches(corpus, c.mtp, cursor, c.seed + 1), [run.layers])
-    run.model.load_state_dict(final)
+    run.modules().model.load_state_dict(final)
 
 
 def stage_long(run: Run) -> None:
@@ -424,7 +831,7 @@ def evaluate(run: Run, tasks: list, samples: int, name: str,
                            c.seed, summariser)
     jobs = ((t, g) for t in tasks for g in range(samples))
     done, solved = [], 0.0
-    with torch.no_grad(), bar(total=len(tasks) * samples, desc=name, unit="rollout") as progress:
+    with torch.no_grad(), bar(run, total=len(tasks) * samples, desc=name, unit="rollout") as progress:
         for _, rollout in sampler.run(jobs):
             done.append(rollout)
             solved += rollout.reward
@@ -463,7 +870,7 @@ def start_sampler(run: Run) -> subprocess.Popen:
 def stage_rl(run: Run) -> None:
     """The trainer's side of RL: collect, step, publish, save. A sampler that dies is started anew (I3)."""
     c = run.config
-    if not (run.out / "checkpoints" / "rl-part.pt").exists():
+    if not run.has("rl-part"):
         run.checkpoint("reference")  # π_ref: the model before RL
     torch.set_num_threads(1)
 
@@ -471,8 +878,9 @@ def stage_rl(run: Run) -> None:
         return torch.optim.AdamW(parameters, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True)
 
     trainer = grpo.Trainer(run.model, optimizer_of, c.grpo, run.out)
-    if saved := run.load("rl-part"):
-        trainer.load(saved["trainer"])
+    master = nn.ParameterList(trainer.master)
+    if saved := run.load("rl-part", trainer.optimizer, master):
+        trainer.load(dict(saved, master=trainer.master, optimizer=trainer.optimizer.state_dict()))
     elif list((run.out / "weights").glob("*.*")):
         for path in (run.out / "weights").glob("*.*"):
             path.unlink()  # of an attempt that never reached a checkpoint
@@ -496,7 +904,7 @@ def stage_rl(run: Run) -> None:
 
 def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None:
     c, last = run.config, time.perf_counter()
-    with bar(total=c.grpo.steps, initial=trainer.version, desc="rl", unit="step") as progress:
+    with bar(run, total=c.grpo.steps, initial=trainer.version, desc="rl", unit="step") as progress:
         while trainer.version < c.grpo.steps:
             groups, waited = trainer.collect(600.0, alive)
             metrics = trainer.step(groups)
@@ -511,7 +919,9 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
                                  wait=f"{waited:.1f}s")
             progress.update()
             if time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps:
-                run.checkpoint("rl-part", trainer=trainer.state())
+                state = trainer.state()
+                run.checkpoint("rl-part", trainer.optimizer, nn.ParameterList(trainer.master),
+                               **{k: state[k] for k in ("version", "used", "dropped")})
                 trainer.forget_used()
                 last = time.perf_counter()
 
@@ -607,8 +1017,8 @@ def report(run: Run) -> dict:
     return line
 
 
-def open_run(args: argparse.Namespace, config: Config) -> Run:
-    """The run's folder: new, or an unfinished one of the same configuration with --resume."""
+def open_run(args: argparse.Namespace, config: Config, world: World | None = None) -> Run:
+    """The run's folder: new, or an unfinished one of the same configuration with --resume (on any ranks)."""
     out = Path(args.out or f"runs/{args.size}")
     if out.exists() and not out.is_dir():
         raise Refused(f"--out {out} is a file: name a folder")
@@ -618,22 +1028,61 @@ def open_run(args: argparse.Namespace, config: Config) -> Run:
         (out / ".writable").unlink()
     except OSError as error:
         raise Refused(f"--out {out} is not writable ({error.strerror}): name another folder") from None
-    run = Run(config, out, args.size)
+    run = Run(config, out, args.size, world)
     path = out / "run.json"
     if path.exists():
-        found = json.loads(path.read_text())
-        if found["config"] != json.loads(json.dumps(run.state["config"])):
+        found, asked = json.loads(path.read_text()), json.loads(json.dumps(run.state["config"]))
+        if {**found["config"], "ranks": None} != {**asked, "ranks": None}:
             raise Refused(f"--out {out} holds a run of another configuration: name another folder, "
                           "or repeat that run's options")
         if not args.resume:
             finished = set(STAGES) <= set(found["done"])
             raise Refused(f"--out {out} holds a finished run: see its metrics.jsonl, or name another folder"
                           if finished else f"--out {out} holds an unfinished run: add --resume")
-        run.state = found
+        run.state = {**found, "config": asked}
+        for old in (out / "checkpoints").glob("*.old"):  # a writer died between its two renames
+            if not old.with_suffix("").exists():
+                os.replace(old, old.with_suffix(""))
     elif any(out.iterdir()):
         raise Refused(f"--out {out} is not empty and holds no run: name another folder")
     run.save()
     return run
+
+
+def open_together(args: argparse.Namespace, config: Config, world: World) -> Run:
+    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed, and sharded."""
+    run, word = None, None
+    if world.rank == 0:
+        try:
+            run = open_run(args, config, world)
+            word = run.state
+        except Refused as error:
+            word = str(error)
+    if isinstance(word := world.agree(word), str):
+        raise Refused(word)
+    run = run or Run(config, Path(args.out or f"runs/{args.size}"), args.size, world)
+    run.state = word
+    for module, seed in ((run.model, config.seed), (run.layers, config.seed + 1)):
+        module.reset_parameters(seed)
+        module.to(world.device)
+        world.shard(module)
+    return run
+
+
+def layout(run: Run) -> str:
+    """What a person wants to know before anything runs: sizes, ranks and who holds what."""
+    c, w, r = run.config, run.world, run.config.ranks
+    parts = [list(module.parameters()) for module in (run.model, run.layers)]
+    sizes = [sum(p.numel() for p in part) for part in parts]
+    text = (f"size {run.size}, seed {c.seed}, device {w.device.type}, {c.threads} threads, {sizes[0]:,} parameters "
+            f"+ {sizes[1]:,} in {c.n_mtp} MTP layer(s), folder {run.out}")
+    if w.size > 1:
+        mine = sum(moe.local_part(p).numel() for part in parts for p in part)
+        text += (f"\n{w.size} ranks ({dist.get_backend()}): dense weights over all of them, experts over ep {r.ep} x efsdp "
+                 f"{w.size // r.ep}; rows over dp {w.size // r.cp} x cp {r.cp}, long rows over dp "
+                 f"{w.size // r.cp_long} x cp {r.cp_long}; rank 0 holds {mine:,} parameters, "
+                 f"{mine * 16 / 1e9:.2f} GB with gradient and moments; computes in {r.param_dtype}")
+    return text
 
 
 def execute(run: Run, stages: list[str], again: bool) -> None:
@@ -646,7 +1095,7 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         if stage in run.state["done"] and not (again and stage == "eval"):
             continue
         began = time.perf_counter()
-        print(f"── {stage}", flush=True)
+        run.say(f"── {stage}")
         RUNNERS[stage](run)
         spent = time.perf_counter() - began
         times = run.results.setdefault("stage_s", {})
@@ -656,8 +1105,7 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         run.checkpoint(stage)
         run.state["done"] = [*dict.fromkeys([*run.state["done"], stage])]
         run.save()
-        part = run.out / "checkpoints" / f"{stage}-part.pt"
-        part.unlink(missing_ok=True)
+        run.drop(f"{stage}-part")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -674,6 +1122,9 @@ def parser() -> argparse.ArgumentParser:
                    help="set a field, e.g. grpo.group_size=16")
     p.add_argument("--smoke", action="store_true",
                    help="shrink every stage to seconds: a check that everything runs")
+    p.add_argument("--plan", action="store_true", help="print what fits where and how fast; trains nothing")
+    p.add_argument("--gpus", type=int, default=512, help="of the plan (default 512)")
+    p.add_argument("--gpu", default="b300", choices=sorted(CHIPS), help="of the plan (default b300)")
     p.add_argument("--role", default="trainer", choices=("trainer", "sampler"),
                    help="which service this process is")
     return p
@@ -690,30 +1141,30 @@ def main() -> None:
                 raise Refused(f"--stages {s}: there is no such stage; {nearest(s, list(STAGES))}")
         config = build_config(args.size, [*(SMOKE if args.smoke else ()), *args.set], seed=args.seed,
                               device=args.device)
+        if args.plan:
+            return print(json.dumps(plan(config, args.gpus, args.gpu)))
         if config.device not in ("cpu", "cuda"):
             raise Refused(f"--device {config.device}: choose cpu or cuda")
-        if config.device == "cuda":
-            raise Refused("--size full needs a cluster of GPUs with torchrun (about 512 of them for 1.0264T "
-                          "parameters); --plan, which will show what fits where, is not there yet"
-                          if args.size == "full" else
-                          "--device cuda: the stages run on the CPU so far; leave --device out")
-        run = open_run(args, config)
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise Refused("--device cuda: there is none here; --size full wants hundreds of GPUs (--plan shows "
+                          "what fits where), or --device cpu with numbers shrunk by --set")
+        world = join(config, config.device)
+        run = open_together(args, config, world)
     except Refused as error:
-        sys.exit(f"train.py: error: {error}")
+        sys.exit(f"train.py: error: {error}" if not dist.is_initialized() or dist.get_rank() == 0 else 2)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    sizes = [sum(p.numel() for p in module.parameters()) for module in (run.model, run.layers)]
-    print(f"size {args.size}, seed {config.seed}, device cpu, {config.threads} threads, "
-          f"{sizes[0]:,} parameters + {sizes[1]:,} in {config.n_mtp} MTP layer(s), folder {run.out}",
-          flush=True)
+    run.say(layout(run))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         execute(run, stages, args.resume)
     except (KeyboardInterrupt, SystemExit):
-        print(f"\nstopped; what is finished is in {run.out}, go on with: "
-              f"python train.py --size {args.size} --out {run.out} --resume")
+        run.say(f"\nstopped; what is finished is in {run.out}, go on with: "
+                f"python train.py --size {args.size} --out {run.out} --resume")
         raise SystemExit(130) from None
-    print(json.dumps(report(run)))
+    if run.chief:
+        print(json.dumps(report(run)))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
