@@ -278,6 +278,8 @@ class Engine:
     is read one step later), `fresh` leading tokens read by the present weights, `live`: a turn is going on.
     """
 
+    PASS_COST = 128  # what a pass costs beside its tokens, in tokens; measured on a CPU
+
     def __init__(self, model: moe.Transformer, n_slots: int, capacity: int, stop: int | Collection[int],
                  temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, chunk: int = 512):
         """capacity: longest window, in tokens. stop: id or ids that end a turn. chunk: tokens read of a
@@ -331,10 +333,22 @@ class Engine:
         if 8 * int(waiting.sum()) > int(ready.sum()):
             readers = self._share(waiting.nonzero().flatten().tolist())
             ready = self.live & (self.known - self.cached == 1)  # some got a whole prefix
-            if readers:
-                ended += self._read_chunk(torch.tensor(readers, device=ready.device))
+            for rows in self._passes(readers):
+                ended += self._read_chunk(torch.tensor(rows, device=ready.device))
         rows = ready.nonzero().flatten()
         return ended + (self._decode(rows, ready) if len(rows) else [])
+
+    def _passes(self, readers: list[int]) -> list[list[int]]:
+        """Slots of similar chunks together: in one pass all are padded to the longest, and more padding than
+        `PASS_COST` tokens costs more than a pass of its own."""
+        unread = (self.known - self.cached).clamp(max=self.chunk).tolist()
+        passes, longest, padding = [], 0, 0
+        for slot in sorted(readers, key=lambda slot: -unread[slot]):
+            padding += longest - unread[slot]
+            if not passes or padding > self.PASS_COST:
+                passes, longest, padding = [*passes, []], unread[slot], 0
+            passes[-1].append(slot)
+        return [sorted(slots) for slots in passes]
 
     def _read_chunk(self, rows: Tensor) -> list[int]:
         """Read up to `chunk` unread tokens of each row; rows that have then read everything sample a token."""

@@ -26,15 +26,20 @@ Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the st
     heldout_bpb                bits per byte of the held-out package
     reward, shaped_reward      means over the step's rollouts, before and after penalties
     length_cost, kl            what the length penalty takes; Σ k1 to the model before RL, per rollout
-    lag, lag_max               trainer version minus a token's version
-    ess, truncated             of the importance weights: effective sample size, share at the cap
+    lag, lag_max               trainer version minus a token's version, in steps
+    lag_flight, lag_queue      its parts: until the rollout was finished, and from then on
+    ess, chain_ess, truncated  of the importance weights: effective sample size of tokens, of whole rollouts;
+                               share at the cap
     k1_sampler, k3_sampler     divergence of trainer and sampler, per token
-    mismatch_p50, mismatch_p99 |Δ log-prob| of tokens that are not stale
+    mismatch_p50, mismatch_p99 |Δ log-prob| of trainer and sampler, on tokens that are not stale; now and then
+                               also mismatch_none (without router replay) and mismatch_filter (with its filter)
     entropy                    nats per sampled token
     dead_groups, dropped       groups without any difference in shaped reward; groups too stale to use
     turns, calls_per_turn, broken_calls, summaries, cut        per rollout; cut: share that ended at a limit
     wait_s                     seconds that the trainer waited for groups
-    weight_bytes, weight_ratio, weight_changed                 of the published delta
+    weight_bytes, weight_ratio, weight_changed                 of the weight file uploaded before
+    weight_wait_s              seconds that publishing kept the trainer
+    families, mix              reward by family; groups of each in the step
     mean, best_of_8            of an evaluation: over tasks, 8 samples each
 
 Differences from the report: every number of the toy; one machine; the MTP loss is taken on every
@@ -116,7 +121,8 @@ class Config:
 
     seed: int = 0
     device: str = "cpu"
-    threads: int = 2  # of this process; RL uses one here and one in the sampler
+    threads: int = 2  # of this process; in RL it and each sampler use one
+    samplers: int = 2  # sampling processes
     data: str = ""  # a folder of source code; empty: the installed standard library
     heldout: str = "asyncio"  # packages held out, by comma
     heldout_bytes: int = 60_000  # how much of them is scored
@@ -859,11 +865,11 @@ def scored(run: Run, name: str, version: int) -> None:
     (run.out / "eval" / f"{version}.txt").write_text(text, errors="backslashreplace")
 
 
-def start_sampler(run: Run) -> subprocess.Popen:
-    """The sampling service as a process of its own, with a thread of its own."""
-    command = [sys.executable, os.path.abspath(__file__), "--role", "sampler", "--out", str(run.out),
-               "--size", run.size]
-    return subprocess.Popen(command, stdout=open(run.out / "sampler.log", "a"), stderr=subprocess.STDOUT,
+def start_sampler(run: Run, name: int) -> subprocess.Popen:
+    """A sampling service as a process of its own, with a thread of its own."""
+    command = [sys.executable, os.path.abspath(__file__), "--role", "sampler", "--name", str(name),
+               "--out", str(run.out), "--size", run.size]
+    return subprocess.Popen(command, stdout=open(run.out / f"sampler-{name}.log", "a"), stderr=subprocess.STDOUT,
                             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
 
 
@@ -881,24 +887,24 @@ def stage_rl(run: Run) -> None:
     master = nn.ParameterList(trainer.master)
     if saved := run.load("rl-part", trainer.optimizer, master):
         trainer.load(dict(saved, master=trainer.master, optimizer=trainer.optimizer.state_dict()))
-    elif list((run.out / "weights").glob("*.*")):
-        for path in (run.out / "weights").glob("*.*"):
-            path.unlink()  # of an attempt that never reached a checkpoint
     trainer.publish()
-    process = [start_sampler(run)]
+    samplers = [start_sampler(run, name) for name in range(c.samplers)]
 
     def alive() -> None:
-        if process[0].poll() is not None:
-            print(f"rl: the sampler ended with code {process[0].returncode} (see {run.out / 'sampler.log'}); "
-                  "starting another")
-            process[0] = start_sampler(run)
-            time.sleep(1.0)
+        for name, process in enumerate(samplers):
+            if process.poll() is not None:
+                print(f"rl: sampler {name} ended with code {process.returncode} (see "
+                      f"{run.out / f'sampler-{name}.log'}); starting another")
+                samplers[name] = start_sampler(run, name)
+                time.sleep(1.0)
 
     try:
         rl_steps(run, trainer, alive)
     finally:
-        process[0].terminate()
-        process[0].wait()
+        for process in samplers:
+            process.terminate()
+        for process in samplers:
+            process.wait()
         torch.set_num_threads(c.threads)
 
 
@@ -913,7 +919,8 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
             for g in groups:
                 families.setdefault(g[0].family, []).extend(r.reward for r in g)
             run.log("rl", trainer.version, wait_s=round(waited, 3), **metrics,
-                    families={f: sum(r) / len(r) for f, r in families.items()})
+                    families={f: sum(r) / len(r) for f, r in families.items()},
+                    mix={f: len(r) // c.grpo.group_size for f, r in families.items()})
             progress.set_postfix(refresh=False, reward=f"{metrics['reward']:.3f}", kl=f"{metrics['kl']:.1f}",
                                  lag=f"{metrics['lag']:.1f}", entropy=f"{metrics['entropy']:.3f}",
                                  wait=f"{waited:.1f}s")
@@ -924,10 +931,11 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
                                **{k: state[k] for k in ("version", "used", "dropped")})
                 trainer.forget_used()
                 last = time.perf_counter()
+    trainer.publisher.flush()
 
 
-def sampler_role(out: Path) -> None:
-    """Entry of the sampler process: everything it needs is in the run's folder."""
+def sampler_role(out: Path, name: str) -> None:
+    """Entry of a sampler process: everything it needs is in the run's folder."""
     torch.set_num_threads(1)
     state = json.loads((out / "run.json").read_text())
     run = Run(config_from(state["config"]), out, state["size"])
@@ -943,7 +951,7 @@ def sampler_role(out: Path) -> None:
     with torch.no_grad():
         grpo.sampler_loop(run.model.eval(), reference.eval(), run.protocol, c.window, world_of(), c.grpo,
                           c.penalty, out, task, list(bench.FAMILIES), c.seed,
-                          lambda: os.getppid() == parent)
+                          lambda: os.getppid() == parent, name)
 
 
 def acceptance(run: Run) -> dict[str, float]:
@@ -1108,6 +1116,33 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         run.drop(f"{stage}-part")
 
 
+def compare_async(args: argparse.Namespace, settings: list[str], world: World) -> dict[str, float]:
+    """RL from the finished SFT checkpoint of --out, asynchronous and synchronous, three seeds: wall-clock for the
+    same number of steps and the reward of held-out tasks after them (§4.1, R5)."""
+    source = Path(args.out or f"runs/{args.size}")
+    if not (source / "checkpoints" / "sft").exists():
+        raise Refused(f"--compare-async: {source} has no checkpoint of the sft stage; run that stage first")
+    rows: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    for seed in range(3):
+        for staleness in rows:
+            config = build_config(args.size, [*settings, f"grpo.max_staleness={staleness}"], seed=seed)
+            run = Run(config, source / f"async-{staleness}-{seed}", args.size, world)
+            shutil.rmtree(run.out, ignore_errors=True)
+            (run.out / "checkpoints").mkdir(parents=True)
+            shutil.copytree(source / "checkpoints" / "sft", run.out / "checkpoints" / "sft")
+            run.save()
+            run.load("sft")
+            began = time.perf_counter()
+            stage_rl(run)
+            wall = time.perf_counter() - began
+            tasks = bench.suite("heldout", max(config.eval_tasks // 3, 1), seed)
+            reward = bench.score(evaluate(run, tasks, config.eval_samples, "held-out"), 1)["mean"]
+            rows[staleness].append((wall, reward))
+            print(f"seed {seed}, max_staleness {staleness}: {wall:.0f} s, held-out reward {reward:.3f}", flush=True)
+    (sync, reward_sync), (wall, reward) = (map(lambda x: sum(x) / 3, zip(*rows[k])) for k in (0, 1))
+    return dict(wall_ratio=round(wall / sync, 3), reward_async=round(reward, 4), reward_sync=round(reward_sync, 4))
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0],
                                 epilog="Any field of the configuration can be set with --set; "
@@ -1127,20 +1162,23 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gpu", default="b300", choices=sorted(CHIPS), help="of the plan (default b300)")
     p.add_argument("--role", default="trainer", choices=("trainer", "sampler"),
                    help="which service this process is")
+    p.add_argument("--name", default="0", help="of a sampler, among those of the same run")
+    p.add_argument("--compare-async", action="store_true",
+                   help="after a run: repeat its RL, asynchronous and synchronous, and compare time and reward")
     return p
 
 
 def main() -> None:
     args = parser().parse_args()
     if args.role == "sampler":
-        return sampler_role(Path(args.out))
+        return sampler_role(Path(args.out), args.name)
     try:
         stages = args.stages.split(",")
         for s in stages:
             if s not in STAGES:
                 raise Refused(f"--stages {s}: there is no such stage; {nearest(s, list(STAGES))}")
-        config = build_config(args.size, [*(SMOKE if args.smoke else ()), *args.set], seed=args.seed,
-                              device=args.device)
+        settings = [*(SMOKE if args.smoke else ()), *args.set]
+        config = build_config(args.size, settings, seed=args.seed, device=args.device)
         if args.plan:
             return print(json.dumps(plan(config, args.gpus, args.gpu)))
         if config.device not in ("cpu", "cuda"):
@@ -1149,6 +1187,8 @@ def main() -> None:
             raise Refused("--device cuda: there is none here; --size full wants hundreds of GPUs (--plan shows "
                           "what fits where), or --device cpu with numbers shrunk by --set")
         world = join(config, config.device)
+        if args.compare_async:
+            return print(json.dumps(compare_async(args, settings, world)))
         run = open_together(args, config, world)
     except Refused as error:
         sys.exit(f"train.py: error: {error}" if not dist.is_initialized() or dist.get_rank() == 0 else 2)

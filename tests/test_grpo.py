@@ -1,10 +1,10 @@
 """grpo.py: the loss by hand and by invariance, groups, packing, files, the delta chain, the loop."""
 
 import itertools
-import json
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,24 +15,9 @@ import sandbox
 from length_penalty import Penalty
 from summarize import Bytes, Protocol, Rollout, Segment, WindowConfig
 
-SMALL = moe.Config(
-    vocab_size=272,
-    dim=32,
-    n_layers=2,
-    n_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    ffn_dim=32,
-    expert_dim=16,
-    n_experts=4,
-    n_experts_per_tok=2,
-    rope_factor=1.0,
-    rope_original_len=512,
-    init_std=0.0,
-)
+SMALL = moe.Config(vocab_size=272, dim=32, n_layers=2, n_heads=2, q_lora_rank=16, kv_lora_rank=16,
+                   qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, ffn_dim=32, expert_dim=16,
+                   n_experts=4, n_experts_per_tok=2, rope_factor=1.0, rope_original_len=512, init_std=0.0)
 PROTOCOL, WINDOW = Protocol(Bytes()), WindowConfig(window=136, trigger=104, turn=12, turns=3, summaries=1)
 
 
@@ -52,9 +37,8 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 1]])
 A = grpo.advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]]))[0][:, None].expand(4, 4)
 
 
-def gradient(
-    logp: torch.Tensor, mu: torch.Tensor, a: torch.Tensor, mask: torch.Tensor, denominator: float = 16.0, **kw
-):
+def gradient(logp: torch.Tensor, mu: torch.Tensor, a: torch.Tensor, mask: torch.Tensor,
+             denominator: float = 16.0, **kw):
     logp = logp.clone().requires_grad_()
     value, metrics = grpo.loss(logp, mu, a, mask, denominator, **kw)
     value.backward()
@@ -71,52 +55,34 @@ def test_truncated_weights_vector() -> None:
     mu = table([[0.5, 0.5, 0.4], [0.1], [0.4, 0.5], [0.9, 0.1, 0.1, 0.6]])
     value, grad, m = gradient(P, mu, A, MASK)
     assert value == pytest.approx(0.0497832, abs=1e-6)
-    expect = torch.tensor(
-        [
-            [-0.03125, -0.015625, -0.0625, 0],
-            [0.0625, 0, 0, 0],
-            [0.015625, 0.03125, 0, 0],
-            [-0.03125, 0, -0.0625, -0.0260417],
-        ]
-    )
+    expect = torch.tensor([[-0.03125, -0.015625, -0.0625, 0], [0.0625, 0, 0, 0], [0.015625, 0.03125, 0, 0],
+                           [-0.03125, 0, -0.0625, -0.0260417]])
     assert torch.allclose(grad, expect, atol=1e-6)
     reading = grpo.summary({k: float(v) for k, v in m.items()})
-    assert reading["ess"] == pytest.approx(0.640539, abs=1e-5) and reading["truncated"] == pytest.approx(
-        2 / 9
-    )
+    assert reading["ess"] == pytest.approx(0.640539,
+                                           abs=1e-5) and reading["truncated"] == pytest.approx(2 / 9)
 
 
 def test_a_masked_infinity_poisons_nothing() -> None:
-    value, grad, m = gradient(
-        torch.tensor([-1.0, -1.0]),
-        torch.tensor([-101.0, -1.0]),
-        torch.ones(2),
-        torch.tensor([0, 1]),
-        1.0,
-        cap=1e9,
-    )
+    value, grad, m = gradient(torch.tensor([-1.0, -1.0]), torch.tensor([-101.0, -1.0]), torch.ones(2),
+                              torch.tensor([0, 1]), 1.0, cap=1e9)
     assert grad.tolist() == [0.0, -1.0] and m["weight"] == 1.0 and torch.isfinite(value)
 
 
 def test_micro_batches_and_padding_do_not_change_the_gradient() -> None:
     whole = gradient(P, P - 0.1, A, MASK)[1]
-    parts = torch.cat(
-        [gradient(P[i : i + 1], P[i : i + 1] - 0.1, A[i : i + 1], MASK[i : i + 1])[1] for i in range(4)]
-    )
-    padded = gradient(
-        torch.nn.functional.pad(P, (0, 3), value=-math.inf),
-        torch.nn.functional.pad(P - 0.1, (0, 3)),
-        torch.nn.functional.pad(A, (0, 3)),
-        torch.nn.functional.pad(MASK, (0, 3)),
-    )[1]
+    parts = torch.cat([gradient(P[i : i + 1], P[i : i + 1] - 0.1, A[i : i + 1], MASK[i : i + 1])[1]
+                       for i in range(4)])
+    padded = gradient(torch.nn.functional.pad(P, (0, 3), value=-math.inf),
+                      torch.nn.functional.pad(P - 0.1, (0, 3)), torch.nn.functional.pad(A, (0, 3)),
+                      torch.nn.functional.pad(MASK, (0, 3)))[1]
     assert torch.equal(whole, parts) and torch.equal(padded[:, :4], whole) and not padded[:, 4:].any()
 
 
 def test_gradient_per_token_does_not_depend_on_length() -> None:
     short = gradient(torch.full((1,), -1.0), torch.full((1,), -1.0), torch.full((1,), -0.5), torch.ones(1))[1]
-    long = gradient(
-        torch.full((50,), -1.0), torch.full((50,), -1.0), torch.full((50,), -0.5), torch.ones(50)
-    )[1]
+    long = gradient(torch.full((50,), -1.0), torch.full((50,), -1.0), torch.full((50,), -0.5),
+                    torch.ones(50))[1]
     assert (long == short[0]).all()
 
 
@@ -149,44 +115,34 @@ def test_group_mean_is_an_unbiased_direction_and_deviation_is_not() -> None:
 
 def test_off_policy_bias_is_ordered_and_the_sequence_weight_is_exact() -> None:
     for seed in range(3):
-        assert (
-            grpo.off_policy_bias(0.0, "token", seed) < 1e-12
-            and grpo.off_policy_bias(0.7, "sequence", seed) < 1e-12
-        )
+        assert (grpo.off_policy_bias(0.0, "token", seed) < 1e-12 and grpo.off_policy_bias(0.7, "sequence",
+                                                                                          seed) < 1e-12)
     none, token = (sum(grpo.off_policy_bias(0.5, w, s) for s in range(20)) for w in ("none", "token"))
     assert token < 0.8 * none
 
 
 def test_packing_keeps_every_token_once_and_balances_cost() -> None:
     rng = random.Random(0)
-    segments = [
-        (Segment([rng.randrange(256)] * rng.randrange(1, 60), [], [], []), float(i)) for i in range(0)
-    ]
-    for i in range(40):
-        n = rng.randrange(1, 60)
-        segments.append((Segment([i] * n, [1] * n, [-1.0] * n, [0] * n), float(i)))
-    rows = grpo.pack(segments, 64)
-    assert all(sum(len(s.ids) for s in row.segments) <= 64 for row in rows)
-    assert sorted(a for row in rows for a in row.advantages) == [a for _, a in segments]
-    assert len(rows) <= 1.3 * sum(len(s.ids) for s, _ in segments) / 64 + 1
+    lengths = [rng.randrange(1, 60) for _ in range(40)]
+    items = [grpo.Item(Segment([i] * n, [1] * n, [-1.0] * n, [0] * n), float(i), i)
+             for i, n in enumerate(lengths)]
+    rows = grpo.pack(items, 64)
+    assert all(sum(len(item.segment.ids) for item in row) <= 64 for row in rows)
+    assert sorted(item.owner for row in rows for item in row) == list(range(40))
+    assert len(rows) <= 1.3 * sum(lengths) / 64 + 1
     batch = grpo.tensors(rows, 64)
-    assert int((batch["doc"] >= 0).sum()) == sum(len(s.ids) for s, _ in segments)
-    assert torch.equal(batch["advantage"][batch["mask"]].long(), batch["ids"][batch["mask"]])
+    assert int((batch["doc"] >= 0).sum()) == sum(lengths)
+    for key in ("advantage", "owner"):
+        assert torch.equal(batch[key][batch["mask"]].long(), batch["ids"][batch["mask"]])
     with pytest.raises(ValueError, match="65 tokens"):
-        grpo.pack([(Segment([0] * 65, [0] * 65), 0.0)], 64)
+        grpo.pack([grpo.Item(Segment([0] * 65, [0] * 65))], 64)
     lengths = [131072, 65536, 65536] + [16384] * 8
     load = [sum(grpo.cost(lengths[i]) for i in r) for r in grpo.balance(lengths, 2)]
     assert max(load) / (sum(load) / 2) < 1.01 and sorted(sum(grpo.balance(lengths, 2), [])) == list(range(11))
 
 
-def rollouts_of(
-    model: moe.Transformer,
-    tasks: list,
-    n: int,
-    slots: int = 8,
-    seed: int = 0,
-    environment: type = sandbox.Memory,
-) -> list[Rollout]:
+def rollouts_of(model: moe.Transformer, tasks: list, n: int, slots: int = 8, seed: int = 0,
+                environment: type = sandbox.Memory) -> list[Rollout]:
     world = grpo.World(lambda t: bench.open_workspace(environment, t), bench.grade)
     sampler = grpo.Sampler(model.eval(), PROTOCOL, WINDOW, world, slots, seed=seed)
     with torch.no_grad():
@@ -200,7 +156,7 @@ def test_trainer_log_probs_equal_the_samplers() -> None:
     model = small_model()
     rollouts = rollouts_of(model, bench.suite("train", 1), 2)
     assert len(rollouts) == 18 and all(r.finish for r in rollouts)
-    rows = grpo.pack([(s, 1.0) for r in rollouts for s in r.segments], 256)
+    rows = grpo.pack([grpo.Item(s, 1.0) for r in rollouts for s in r.segments], 256)
     batch = grpo.tensors(rows, 256)
     logp, entropy, index = grpo.logprobs(model, batch)
     assert int(index.sum()) == sum(r.tokens for r in rollouts)
@@ -211,7 +167,7 @@ def test_trainer_log_probs_equal_the_samplers() -> None:
 def test_replay_removes_the_mismatch_of_flipped_experts() -> None:
     model = small_model()
     rollouts = rollouts_of(model, bench.suite("train", 1), 2)
-    batch = grpo.tensors(grpo.pack([(s, 1.0) for r in rollouts for s in r.segments], 256), 256)
+    batch = grpo.tensors(grpo.pack([grpo.Item(s, 1.0) for r in rollouts for s in r.segments], 256), 256)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "gate.weight" in name:  # another engine's arithmetic, at the router only
@@ -246,11 +202,8 @@ def test_group_file_round_trip_damage_and_half_written(tmp_path) -> None:
     grpo.write_file(path, grpo.group_state(rollouts, 5))
     back = grpo.group_of(grpo.read_file(path))
     assert [s.ids for r in back for s in r.segments] == [s.ids for r in rollouts for s in r.segments]
-    assert all(
-        torch.equal(a.routes, b.routes)
-        for x, y in zip(back, rollouts)
-        for a, b in zip(x.segments, y.segments)
-    )
+    pairs = [(a, b) for x, y in zip(back, rollouts) for a, b in zip(x.segments, y.segments)]
+    assert all(torch.equal(a.routes, b.routes) for a, b in pairs)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
@@ -261,49 +214,140 @@ def test_group_file_round_trip_damage_and_half_written(tmp_path) -> None:
         grpo.read_file(path)
 
 
+def same_bits(got: dict, state: dict) -> bool:
+    return all(torch.equal(got[k].to(torch.bfloat16).view(torch.int16), v.to(torch.bfloat16).view(torch.int16))
+               for k, v in state.items())
+
+
+def nudge(model: moe.Transformer, by: float = 1e-4) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p += by * torch.sign(p)
+
+
 def test_delta_chain_rebuilds_bit_for_bit_and_heals(tmp_path) -> None:
     model, publisher = small_model(), grpo.Publisher(tmp_path, full_every=4)
     reader, late = (grpo.Subscriber(tmp_path, model.state_dict()) for _ in range(2))
     for version in range(7):
-        info = publisher.publish(model.state_dict(), version)
+        publisher.publish(model.state_dict(), version)
+        info = publisher.flush()
         got = reader.poll()
-        assert reader.version == version
-        for k, v in model.state_dict().items():
-            assert torch.equal(
-                got[k].to(torch.bfloat16).view(torch.int16), v.to(torch.bfloat16).view(torch.int16)
-            )
+        assert reader.version == version and same_bits(got, model.state_dict())
         if version not in (0, 4):
             assert 0 < info["weight_changed"] < 1 and info["weight_ratio"] > 2
-        with torch.no_grad():
-            for p in model.parameters():
-                p += 1e-4 * torch.sign(p)
+        nudge(model)
     assert late.poll() is not None and late.version == 6  # from the last snapshot on
     assert reader.poll() is None
-    damaged = tmp_path / "000007.delta"
     publisher.publish(model.state_dict(), 7)
+    publisher.flush()
+    damaged = tmp_path / "000007-0of1.delta"
     damaged.write_bytes(damaged.read_bytes()[:-3])
     assert reader.poll() is None and reader.version == 6  # named and not used
     publisher.publish(model.state_dict(), 8)
+    publisher.flush()
     assert reader.poll() is not None and reader.version == 8  # the next snapshot heals the gap
 
 
-def test_xor_and_not_addition() -> None:
-    """The old value plus a rounded difference is not always the new one; the bits are."""
+def test_a_trainer_that_goes_back_is_followed(tmp_path) -> None:
+    """After a restart from an older checkpoint, versions repeat with other weights: no mixture of the two."""
+    first, second = small_model(), small_model(1)
+    publisher = grpo.Publisher(tmp_path, full_every=100)
+    fast, slow = (grpo.Subscriber(tmp_path, first.state_dict()) for _ in range(2))
+    for version in range(6):
+        publisher.publish(first.state_dict(), version)
+        publisher.flush()
+        nudge(first)
+    assert fast.poll() is not None and slow.poll() is not None and fast.version == slow.version == 5
+    publisher = grpo.Publisher(tmp_path, full_every=100)
+    for version in range(3, 8):
+        publisher.publish(second.state_dict(), version)
+        publisher.flush()
+        if version == 3:
+            assert same_bits(fast.poll(), second.state_dict())
+        kept = {k: v.clone() for k, v in second.state_dict().items()}
+        nudge(second)
+    assert same_bits(fast.poll(), kept) and fast.version == 7
+    got = slow.poll()  # version 5 and the other 6: refused; the snapshot, now or at the next call
+    assert same_bits(got or slow.poll(), kept) and slow.version == 7
+
+
+def test_parts_of_all_ranks_are_taken_together(tmp_path) -> None:
+    whole = {"a": torch.randn(6, 4), "b": torch.randn(5)}
+    ranks = [grpo.Publisher(tmp_path, 10, rank, 2) for rank in range(2)]
+    reader = grpo.Subscriber(tmp_path, whole)
+    for version in range(3):
+        for rank, publisher in enumerate(ranks):
+            part = {"a": whole["a"][3 * rank:3 * rank + 3], **({"b": whole["b"]} if rank else {})}
+            publisher.publish(part, version, {"a": 12 * rank})
+            publisher.flush()
+            got = reader.poll()
+            assert (got is None) == (rank == 0)
+        assert same_bits(got, whole)
+        whole = {k: v * 1.01 for k, v in whole.items()}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_encoding_is_exact_for_any_bits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(-2**15, 2**15, 70_000).astype(np.int16)
+    for share in (0.0, 1e-4, 0.01, 0.5, 1.0):
+        new = np.where(rng.random(len(old)) < share, rng.integers(-2**15, 2**15, len(old)), old).astype(np.int16)
+        assert np.array_equal(grpo.decode(grpo.encode(new, old), old, len(old)), new)
+        assert np.array_equal(grpo.decode(grpo.encode(new, None), None, len(old)), new)
+    last = old.copy()
+    last[-1] ^= 1  # one change behind a gap of many bytes
+    assert np.array_equal(grpo.decode(grpo.encode(last, old), old, len(old)), last)
+
+
+def test_one_weight_in_a_hundred_by_one_unit_takes_a_sixtieth() -> None:
+    rng = np.random.default_rng(0)
+    old = torch.randn(1 << 20).mul(0.02).to(torch.bfloat16).view(torch.int16).numpy()
+    new = old + (rng.random(len(old)) < 0.01) * rng.choice(np.array([-1, 1], np.int16), len(old))
+    assert 2 * len(old) / len(grpo.encode(new.astype(np.int16), old)) > 60
+
+
+def test_old_weight_plus_rounded_difference_is_not_the_new_weight() -> None:
     g = torch.Generator().manual_seed(0)
     old, new = (torch.randn(4096, generator=g).to(torch.bfloat16) for _ in range(2))
     assert not torch.equal(old + (new - old), new)
-    a, b = (x.view(torch.int16) for x in (old, new))
-    assert torch.equal((a ^ (a ^ b)).view(torch.bfloat16), new)
+    a, b = (x.view(torch.int16).numpy() for x in (old, new))
+    assert np.array_equal(grpo.decode(grpo.encode(b, a), a, len(a)), b)
 
 
-def test_curriculum_turns_to_the_costlier_families() -> None:
-    c = grpo.Curriculum(["easy", "hard"], seed=0)
+def test_curriculum_draws_each_task_once_and_turns_to_the_costlier_families() -> None:
+    c = grpo.Curriculum(["easy", "hard"], size=2000, seed=0)
+    assert list(itertools.islice(c.order({1, 2}, late=True), 3)) == [0, 3, 4]  # nothing known yet: in order
     for family, turns in (("easy", 1), ("hard", 4)):
         c.note(Rollout("t", family, [], "", "answered", dict(turns=turns, thinking=0)))
-    early = [c.pick(i, late=False) for i in range(100)]
-    late = [c.pick(i, late=True) for i in range(1000)]
-    assert early.count("hard") == 50 and 740 < late.count("hard") < 860
-    assert late == [c.pick(i, late=True) for i in range(1000)]
+    early = list(itertools.islice(c.order(set(), late=False), 100))
+    assert early == list(range(100))
+    late = list(c.order(set(early), late=True))
+    assert sorted(late) == list(range(100, 2000))  # without replacement
+    hard = [c.family(i) for i in late[:500]].count("hard")
+    assert 380 < hard < 430  # 4 to 1, a little less as the pool of hard ones empties
+    assert late == list(c.order(set(early), late=True))
+
+
+def test_claims_are_exclusive_survive_use_and_die_with_their_sampler(tmp_path) -> None:
+    a, b = grpo.Claims(tmp_path, "a"), grpo.Claims(tmp_path, "b")
+    order = lambda claims: iter(i for i in range(100) if i not in claims.taken())
+    stale = iter(range(100))  # an order made before the others claimed
+    got = [a.take(order(a)), b.take(order(b)), a.take(order(a)), b.take(stale)]
+    assert got == [0, 1, 2, 3]
+    grpo.write_file(grpo.group_path(tmp_path, 0, 0), {})
+    (tmp_path / "used.json").write_text("[1]")
+    again = grpo.Claims(tmp_path, "a")  # a died with task 2 unfinished
+    assert again.taken() == {0, 1, 3} and again.take(order(again)) == 2
+    grpo.Claims(tmp_path, "c", patience=-1.0)  # b has not been heard of for too long
+    assert grpo.Claims(tmp_path, "c").taken() == {0, 1}
+
+
+def test_chain_ess_sees_what_token_ess_hides() -> None:
+    assert grpo.chain_ess(torch.zeros(5)) == pytest.approx(1.0) and grpo.chain_ess(torch.zeros(0)) == 1.0
+    assert grpo.chain_ess(torch.tensor([0.0, -1e4, -1e4, -1e4])) == pytest.approx(0.25)
+    token = 0.05 * torch.randn(1000, 400, generator=torch.Generator().manual_seed(0))
+    w = token.exp()
+    assert w.sum() ** 2 / (w.numel() * (w**2).sum()) > 0.99 and grpo.chain_ess(token.sum(1)) < 0.6
 
 
 def trainer(out, **changes) -> grpo.Trainer:
@@ -327,7 +371,7 @@ def test_training_raises_the_better_rollout_and_uses_no_group_twice(tmp_path) ->
     t = trainer(tmp_path)
     store_groups(tmp_path, bench.suite("train", 1)[:3])
     groups, _ = t.collect(5.0, lambda: None)
-    batch = grpo.tensors(grpo.pack([(s, r.reward) for g in groups for r in g for s in r.segments], 256), 256)
+    batch = grpo.tensors(grpo.pack([grpo.Item(s, r.reward) for g in groups for r in g for s in r.segments], 256), 256)
     before = grpo.logprobs(t.model, batch)[0].detach()
     metrics = t.step(groups)
     after, _, index = grpo.logprobs(t.model, batch)
@@ -340,10 +384,8 @@ def test_training_raises_the_better_rollout_and_uses_no_group_twice(tmp_path) ->
     resumed = trainer(tmp_path)
     resumed.load(t.state())
     t.forget_used()
-    assert [p.stem for p in (tmp_path / "groups").glob("*.pt")] == ["000000-0000002"] and grpo.next_index(
-        tmp_path
-    ) == 3
-    assert json.loads((tmp_path / "groups" / "used.json").read_text()) == [0, 1]
+    assert [p.stem for p in (tmp_path / "groups").glob("*.pt")] == ["000000-0000002"]
+    assert grpo.used_tasks(tmp_path / "groups") == [0, 1]
     with pytest.raises(TimeoutError, match="is a sampler running"):
         resumed.collect(0.1, lambda: None)
     assert all(torch.equal(a, b) for a, b in zip(t.model.parameters(), resumed.model.parameters()))
@@ -383,10 +425,9 @@ def test_reward_is_never_overwritten() -> None:
     assert rollouts[0].shaped_reward == pytest.approx(1.0 - 0.2 - rollouts[0].extra["length_cost"])
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [dict(group_size=1), dict(ratio_cap=0.5), dict(temperature=0.0), dict(max_staleness=9, drop_staleness=2)],
-)
+@pytest.mark.parametrize("bad",
+                         [dict(group_size=1), dict(ratio_cap=0.5), dict(temperature=0.0),
+                          dict(max_staleness=9, drop_staleness=2)])
 def test_bad_configurations_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError):
         grpo.GRPOConfig(**bad)
