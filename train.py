@@ -63,8 +63,10 @@ import threading
 import time
 import typing
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -269,6 +271,7 @@ class World:
             torch.cuda.set_device(self.device)
         self.flat = init_device_mesh(device, (n,), mesh_dim_names=("fsdp",))  # dense weights: dp and cp folded
         self.sparse = init_device_mesh(device, (n // r.ep, r.ep), mesh_dim_names=("efsdp", "ep"))
+        self.patient = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if n > 1 else None
         self.rows = {cp: init_device_mesh(device, (n // cp, cp), mesh_dim_names=("dp", "cp"))
                      for cp in {1, r.cp, r.cp_long}}
 
@@ -338,25 +341,44 @@ class World:
 
         Rows and columns of padding make both divide; a rank beyond the last row gets nothing else.
         """
-        dp, (rows, length) = self.size // cp, batch.tokens.shape
-        more_rows, more = -rows % dp, -length % (2 * cp)
-        if self.size == 1 or not more_rows and not more and dp == cp == 1:
+        if self.size == 1:
             return batch
-        index = moe.zigzag(length + more, cp, self.rank % cp)
+        cut = partial(self.cut, cp=cp)
+        return pretrain.Batch(cut(batch.tokens), cut(batch.targets), cut(batch.doc, fill=-1),
+                              cut(batch.positions), batch.sample_ids, cut(batch.labels, fill=-1))
 
-        def cut(x: torch.Tensor, fill: int) -> torch.Tensor:
-            return nn.functional.pad(x, (0, more, 0, more_rows), value=fill)[self.rank // cp::dp][:, index]
+    def cut(self, x: torch.Tensor, cp: int, fill: int = 0) -> torch.Tensor:
+        """This rank's part of whole rows [B, T, ·]; `fill` is what padding holds."""
+        dp, more_rows, more = self.size // cp, -x.shape[0] % (self.size // cp), -x.shape[1] % (2 * cp)
+        x = nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), 0, more, 0, more_rows), value=fill)
+        return x[self.rank // cp::dp][:, moe.zigzag(x.shape[1], cp, self.rank % cp)]
 
-        return pretrain.Batch(cut(batch.tokens, 0), cut(batch.targets, 0), cut(batch.doc, -1),
-                              cut(batch.positions, 0), batch.sample_ids, cut(batch.labels, -1))
-
-    def agree(self, value: object) -> object:
-        """Rank 0's value, on every rank."""
+    def agree(self, value: object, patient: bool = False) -> object:
+        """Rank 0's value, on every rank; `patient`: it may take hours to come."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.patient if patient else None)
         return box[0]
+
+    def pieces(self, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """This rank's part of a module's state as runs of elements that lie together in the whole tensors, and
+        where they begin there. What every rank has, such as the routers' biases, is rank 0's."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
+
+        state, offsets = {}, {}
+        for name, x in module.state_dict().items():
+            if not hasattr(x, "to_local"):
+                state |= {name: x} if self.rank == 0 else {}
+                continue
+            shape, at = place(x.shape, x.device_mesh, x.placements)
+            if x.dim() < 3:  # rows
+                state[name], offsets[name] = x.to_local(), at[0] * math.prod(x.shape[1:])
+                continue
+            for e, expert in enumerate(x.to_local()):
+                key = f"{name}#{e}"
+                state[key], offsets[key] = expert, ((at[0] + e) * x.shape[1] + at[1]) * x.shape[2]
+        return state, offsets
 
 
 def join(c: Config, device: str) -> World:
@@ -642,8 +664,9 @@ class Run:
 
     def work_on(self, cp: int) -> None:
         """From now on rows are spread over `cp` ranks."""
-        for module in (self.model, self.layers):
-            moe.parallelise(module, self.world.parallel(cp))
+        if self.world is not None:
+            for module in (self.model, self.layers):
+                moe.parallelise(module, self.world.parallel(cp))
 
     def save(self) -> None:
         """run.json, whole or not at all."""
@@ -695,6 +718,23 @@ class Run:
         except Damaged as error:
             self.say(f"checkpoints: {error}")
             return None
+
+    def alone(self, act: Callable[[Run], None]) -> None:
+        """`act` on rank 0 with a whole copy of the weights, while the others wait.
+
+        Where the model is too large for that, evaluation is another service's, see `--role evaluator`, and a
+        serving engine holds the copy.
+        """
+        if self.world is None or self.world.size == 1:
+            return act(self)
+        state = {k: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v.cpu()
+                 for k, v in self.modules().state_dict().items()}
+        if self.chief:
+            copy = Run(self.config, self.out, self.size)
+            copy.state = self.state
+            copy.modules().load_state_dict(state)
+            act(copy)
+        self.state = self.world.agree(self.state, patient=True)
 
     def drop(self, name: str) -> None:
         if self.chief:
@@ -873,22 +913,97 @@ def start_sampler(run: Run, name: int) -> subprocess.Popen:
                             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
 
 
+class RankTrainer(grpo.Trainer):
+    """`grpo.Trainer` on the ranks of a world. Every rank reads the same groups and packs the same rows, then takes
+    its share of each micro-batch; a rank's part of the weights is published by that rank."""
+
+    def __init__(self, model: moe.Transformer, optimizer_of: Callable, c: grpo.GRPOConfig, out: Path, world: World):
+        self.world = world
+        super().__init__(model, optimizer_of, c, out)
+        self.publisher = grpo.Publisher(out / "weights", c.full_every, world.rank, world.size)
+
+    def collect(self, patience: float, alive: Callable[[], None]) -> tuple[list[list[Rollout]], float]:
+        found = super().collect(patience, alive) if self.world.rank == 0 else None
+        groups, waited = self.world.agree(found, patient=True)
+        self.used = self.world.agree(self.used)
+        return groups, waited
+
+    def forget_used(self) -> None:
+        if self.world.rank == 0:
+            super().forget_used()
+
+    def share(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Row i of everything that belongs to a predicted token moves to where it is predicted, one to the left,
+        before rows are cut: after it, the edges of the chunks would be wrong."""
+        w, cp = self.world, self.world.cp("rl")
+        moved = {k: batch[k].roll(-1, 1) for k in ("mask", "logp_sampled", "advantage", "owner", "version")}
+        moved["mask"][:, -1] = False
+        batch = {**batch, **moved, "labels": batch["ids"].roll(-1, 1)}
+        return {k: w.cut(v, cp, -1 if k in ("doc", "routes") else 0).to(w.device) for k, v in batch.items()}
+
+    def logprobs(self, batch: dict[str, torch.Tensor], replay: bool = True,
+                 plausibility: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx = self.model.context(
+            batch["positions"], doc=batch["doc"], replay=batch.get("routes") if replay else None,
+            plausibility=self.c.plausibility if plausibility is None else plausibility, real=batch["doc"] >= 0)
+        hidden, keep = self.model(batch["ids"], ctx), batch["mask"]
+        logp = (self.model.lm_head(hidden[keep]).float() / self.c.temperature).log_softmax(-1)  # [n, V]
+        entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
+        return logp.gather(1, batch["labels"][keep].unsqueeze(1)).squeeze(1), entropy, keep
+
+    def merge(self, sums: dict, chains: torch.Tensor, gaps: dict) -> tuple[dict, torch.Tensor, dict]:
+        """Σ over ranks of what they measured; every rank gets the same."""
+        parts: list = [None] * self.world.size
+        dist.all_gather_object(parts, (dict(sums), chains.cpu(), {k: torch.cat(v).cpu() for k, v in gaps.items()}))
+        names = {k for _, _, g in parts for k in g}
+        return (Counter({k: sum(s.get(k, 0.0) for s, _, _ in parts) for k in {k for s, _, _ in parts for k in s}}),
+                sum(c for _, c, _ in parts), {k: [g[k] for _, _, g in parts if k in g] for k in sorted(names)})
+
+    def any(self, flags: torch.Tensor) -> bool:
+        return self.world.total(int(flags.sum())) > 0
+
+    def clip(self) -> float:
+        return self.world.clip(self.master, self.c.clip)
+
+    def _round(self) -> None:
+        if hasattr(self.model, "reshard"):
+            self.model.reshard()  # forward passes without a backward one leave the outermost weights gathered
+        super()._round()
+
+    def publish(self) -> dict[str, float]:
+        state, offsets = self.world.pieces(self.model)
+        return self.publisher.publish(state, self.version, offsets)
+
+
+def trainer_of(run: Run) -> grpo.Trainer:
+    c, world = run.config, run.world
+
+    def optimizer_of(parameters: list) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True)
+
+    run.modules()
+    ranks = 1 if world is None else world.size
+    for path in (run.out / "weights").glob("*of*") if run.chief else ():
+        if path.stem.split("of")[1] != str(ranks):
+            path.unlink()  # of a run on other ranks, in whose chain these would be holes
+    if ranks == 1:
+        return grpo.Trainer(run.model, optimizer_of, c.grpo, run.out)
+    run.work_on(world.cp("rl"))
+    return RankTrainer(run.model, optimizer_of, c.grpo, run.out, world)
+
+
 def stage_rl(run: Run) -> None:
     """The trainer's side of RL: collect, step, publish, save. A sampler that dies is started anew (I3)."""
     c = run.config
     if not run.has("rl-part"):
         run.checkpoint("reference")  # π_ref: the model before RL
     torch.set_num_threads(1)
-
-    def optimizer_of(parameters: list) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, c.grpo.lr, c.grpo.betas, weight_decay=0.0, fused=True)
-
-    trainer = grpo.Trainer(run.model, optimizer_of, c.grpo, run.out)
+    trainer = trainer_of(run)
     master = nn.ParameterList(trainer.master)
     if saved := run.load("rl-part", trainer.optimizer, master):
         trainer.load(dict(saved, master=trainer.master, optimizer=trainer.optimizer.state_dict()))
     trainer.publish()
-    samplers = [start_sampler(run, name) for name in range(c.samplers)]
+    samplers = [start_sampler(run, name) for name in range(c.samplers if run.chief else 0)]
 
     def alive() -> None:
         for name, process in enumerate(samplers):
@@ -905,6 +1020,7 @@ def stage_rl(run: Run) -> None:
             process.terminate()
         for process in samplers:
             process.wait()
+        run.work_on(1)
         torch.set_num_threads(c.threads)
 
 
@@ -925,7 +1041,8 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
                                  lag=f"{metrics['lag']:.1f}", entropy=f"{metrics['entropy']:.3f}",
                                  wait=f"{waited:.1f}s")
             progress.update()
-            if time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps:
+            due = time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps
+            if run.world.total(due):
                 state = trainer.state()
                 run.checkpoint("rl-part", trainer.optimizer, nn.ParameterList(trainer.master),
                                **{k: state[k] for k in ("version", "used", "dropped")})
@@ -984,12 +1101,12 @@ def stage_eval(run: Run) -> None:
 
 def before_rl(run: Run) -> None:
     if "before_rl" not in run.results:
-        scored(run, "before_rl", 0)
+        run.alone(lambda run: scored(run, "before_rl", 0))
 
 
 RUNNERS: dict[str, Callable[[Run], None]] = dict(
     pretrain=stage_pretrain, mtp=stage_mtp, long=stage_long, sft=stage_sft,
-    rl=lambda run: (before_rl(run), stage_rl(run)), eval=stage_eval)
+    rl=lambda run: (before_rl(run), stage_rl(run)), eval=lambda run: run.alone(stage_eval))
 
 
 # ------------------------------------------------------------------------------------------------ the program
