@@ -61,6 +61,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import typing
 import zlib
 from collections import Counter
@@ -124,7 +125,7 @@ class Config:
     seed: int = 0
     device: str = "cpu"
     threads: int = 2  # of this process; in RL it and each sampler use one
-    samplers: int = 2  # sampling processes
+    samplers: int = 2  # sampling processes that the trainer starts; others may join with --role sampler
     data: str = ""  # a folder of source code; empty: the installed standard library
     heldout: str = "asyncio"  # packages held out, by comma
     heldout_bytes: int = 60_000  # how much of them is scored
@@ -1052,12 +1053,9 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
 
 
 def sampler_role(out: Path, name: str) -> None:
-    """Entry of a sampler process: everything it needs is in the run's folder."""
-    torch.set_num_threads(1)
-    state = json.loads((out / "run.json").read_text())
-    run = Run(config_from(state["config"]), out, state["size"])
+    """Entry of a sampler process: everything it needs is in the run's folder. Samplers come and go as they like."""
+    run = visit(out)
     c = run.config
-    run.load("reference")
     reference = moe.Transformer(c.model)
     reference.load_state_dict(run.model.state_dict())
     parent = os.getppid()
@@ -1068,7 +1066,40 @@ def sampler_role(out: Path, name: str) -> None:
     with torch.no_grad():
         grpo.sampler_loop(run.model.eval(), reference.eval(), run.protocol, c.window, world_of(), c.grpo,
                           c.penalty, out, task, list(bench.FAMILIES), c.seed,
-                          lambda: os.getppid() == parent, name)
+                          lambda: os.getppid() == parent and not over(out), name)
+
+
+def visit(out: Path) -> Run:
+    """The run in a folder, as a service that started on its own sees it; waits until RL has begun there."""
+    torch.set_num_threads(1)
+    while not (out / "checkpoints" / "reference" / "COMPLETE").exists():
+        time.sleep(1.0)
+    state = json.loads((out / "run.json").read_text())
+    run = Run(config_from(state["config"]), out, state["size"])
+    run.load("reference")
+    return run
+
+
+def over(out: Path) -> bool:
+    """Has RL ended in this folder?"""
+    return "rl" in json.loads((out / "run.json").read_text())["done"]
+
+
+def evaluator_role(out: Path) -> None:
+    """Entry of an evaluator (I4): the held-out suite on the newest published weights, again and again, until RL is
+    over. A score belongs to the version that was loaded: training goes on, these weights do not change."""
+    run = visit(out)
+    weights = grpo.Subscriber(out / "weights", run.model.state_dict())
+    while True:
+        last = over(out)  # asked before polling, so that the last version is not missed
+        if (state := weights.poll()) is not None:
+            run.model.load_state_dict(state)
+            scored(run, f"version {weights.version}", weights.version)
+            result = run.results[f"version {weights.version}"]
+            run.say(f"version {weights.version}: mean {result['mean']:.3f}")
+        elif last:
+            return
+        time.sleep(1.0)
 
 
 def acceptance(run: Run) -> dict[str, float]:
@@ -1260,6 +1291,22 @@ def compare_async(args: argparse.Namespace, settings: list[str], world: World) -
     return dict(wall_ratio=round(wall / sync, 3), reward_async=round(reward, 4), reward_sync=round(reward_sync, 4))
 
 
+def blame(error: Exception, world: World) -> str:
+    """One line for a crash: when, which rank, what, where in our files, and in which collective if it was in one.
+
+    When a rank dies the others fail too, in the collective in which they wait for it: the earliest line counts.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).resolve().parent)
+    ours = [f for f in frames if str(Path(f.filename).parent) == here]
+    calls = [f.name for f in frames if "distributed" in f.filename and not f.name.startswith(("_", "wrapper"))]
+    text = str(error).strip().splitlines() or [""]
+    return (f"{time.strftime('%H:%M:%S')} rank {world.rank} of {world.size}: {type(error).__name__}: {text[0]} "
+            f"({Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}" + (
+                f", in the collective {calls[-1]}; it waits ranks.timeout_s = {world.ranks.timeout_s:g} s at most)"
+                if calls else ")"))
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0],
                                 epilog="Any field of the configuration can be set with --set; "
@@ -1277,8 +1324,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plan", action="store_true", help="print what fits where and how fast; trains nothing")
     p.add_argument("--gpus", type=int, default=512, help="of the plan (default 512)")
     p.add_argument("--gpu", default="b300", choices=sorted(CHIPS), help="of the plan (default b300)")
-    p.add_argument("--role", default="trainer", choices=("trainer", "sampler"),
-                   help="which service this process is")
+    p.add_argument("--role", default="trainer", choices=("trainer", "sampler", "evaluator"),
+                   help="which service this process is; the others find their run in --out")
     p.add_argument("--name", default="0", help="of a sampler, among those of the same run")
     p.add_argument("--compare-async", action="store_true",
                    help="after a run: repeat its RL, asynchronous and synchronous, and compare time and reward")
@@ -1287,9 +1334,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    if args.role == "sampler":
-        return sampler_role(Path(args.out), args.name)
     try:
+        if args.role != "trainer":
+            if not args.out:
+                raise Refused(f"--role {args.role}: name the run's folder with --out")
+            out = Path(args.out)
+            return sampler_role(out, args.name) if args.role == "sampler" else evaluator_role(out)
+        if dist.is_torchelastic_launched() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0:
+            args.resume = True  # torchrun has started everything anew after a failure
         stages = args.stages.split(",")
         for s in stages:
             if s not in STAGES:
@@ -1319,10 +1371,17 @@ def main() -> None:
         run.say(f"\nstopped; what is finished is in {run.out}, go on with: "
                 f"python train.py --size {args.size} --out {run.out} --resume")
         raise SystemExit(130) from None
+    except Exception as error:
+        print(blame(error, world), file=sys.stderr, flush=True)
+        raise
     if run.chief:
         print(json.dumps(report(run)))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    if dist.is_torchelastic_launched():  # torchrun's summary then shows the first error, and whose it was
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        main = record(main)
     main()
