@@ -112,7 +112,7 @@ class Ranks:
             raise ValueError(f"ranks.param_dtype = {self.param_dtype!r}: choose fp32 or bf16")
 
     def fits(self, n: int, model: moe.Config) -> bool:
-        """Can `n` processes hold this model? Experts are cut along their widths by the n / ep ranks that share them."""
+        """Can `n` processes hold this model? The n / ep ranks of an expert cut it along its widths."""
         if n % self.ep or n % self.cp or n % self.cp_long or model.n_experts % self.ep:
             return False
         return model.dim % (n // self.ep) == 0 and 2 * model.expert_dim % (n // self.ep) == 0
@@ -254,7 +254,7 @@ def config_from(plain: dict) -> Config:
 
 
 class World:
-    """This process among those of the training service: groups, sums and shares. A world of one shards nothing."""
+    """This process among the training service's: groups, sums and shares. A world of one shards nothing."""
 
     def __init__(self, c: Config, device: str):
         self.ranks, self.rank, self.size = c.ranks, dist.get_rank(), dist.get_world_size()
@@ -262,17 +262,18 @@ class World:
         if not r.fits(n, c.model):
             near = [next((m for m in span if r.fits(m, c.model)), None)
                     for span in (range(n - 1, 0, -1), range(n + 1, 64 * n + 64))]
-            raise Refused(f"{n} processes do not fit ranks.ep = {r.ep}, cp = {r.cp}, cp_long = {r.cp_long} and "
-                          f"{c.model.n_experts} experts of width {c.model.expert_dim}: the nearest numbers are "
-                          f"{' and '.join(str(m) for m in near if m) or 'none'}; or choose smaller groups, "
-                          "as in --set ranks.ep=1")
+            raise Refused(
+                f"{n} processes do not fit ranks.ep = {r.ep}, cp = {r.cp}, cp_long = {r.cp_long} and "
+                f"{c.model.n_experts} experts of width {c.model.expert_dim}: the nearest numbers are "
+                f"{' and '.join(str(m) for m in near if m) or 'none'}; or choose smaller groups, as in "
+                "--set ranks.ep=1")
         local = self.rank % torch.cuda.device_count() if device == "cuda" else None
         self.device = torch.device(device, local)
         if device == "cuda":
             torch.cuda.set_device(self.device)
-        self.flat = init_device_mesh(device, (n,), mesh_dim_names=("fsdp",))  # dense weights: dp and cp folded
+        self.flat = init_device_mesh(device, (n,), mesh_dim_names=("fsdp",))  # dense weights: dp x cp
         self.sparse = init_device_mesh(device, (n // r.ep, r.ep), mesh_dim_names=("efsdp", "ep"))
-        self.patient = dist.new_group(backend="gloo", timeout=timedelta(days=7)) if n > 1 else None
+        self.patient: dist.ProcessGroup | None = None
         self.rows = {cp: init_device_mesh(device, (n // cp, cp), mesh_dim_names=("dp", "cp"))
                      for cp in {1, r.cp, r.cp_long}}
 
@@ -289,9 +290,9 @@ class World:
     def shard(self, module: nn.Module) -> None:
         """FSDP2: every weight cut over the ranks, gathered layer by layer when it is used, gradients summed.
 
-        Dense weights along their first dimension over all ranks; experts over `ep` by number, and within an
-        expert along its second dimension over `efsdp`: by number again would leave ranks without any where there
-        are more ranks than experts. Gradients are sums, for the loss is divided by the token count of all ranks:
+        Dense weights along their first dimension over all ranks; experts over `ep` by number, and each expert
+        along its second dimension over `efsdp`: by number again would leave ranks without any where there are
+        more ranks than experts. Gradients are sums, for the loss is divided by the token count of all ranks:
         FSDP's mean would make experts' gradients ep times too large.
         """
         if self.size == 1:
@@ -326,8 +327,8 @@ class World:
     def clip(self, parameters: list, limit: float) -> float:
         """Scale gradients to a norm of at most `limit`; returns the norm before.
 
-        Own arithmetic, because torch's stops at parameters on two meshes. Every number is on exactly one rank,
-        so the square of the norm is the sum of the ranks' squares.
+        Own arithmetic, because torch's stops at parameters on two meshes. Every number is on exactly one
+        rank, so the square of the norm is the sum of the ranks' squares.
         """
         if self.size == 1:
             return float(nn.utils.clip_grad_norm_(parameters, limit))
@@ -363,8 +364,8 @@ class World:
         return box[0]
 
     def pieces(self, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """This rank's part of a module's state as runs of elements that lie together in the whole tensors, and
-        where they begin there. What every rank has, such as the routers' biases, is rank 0's."""
+        """This rank's part of a module's state as runs of elements that lie together in the whole tensors,
+        and where they begin there. What every rank has, such as the routers' biases, is rank 0's."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
 
         state, offsets = {}, {}
@@ -385,10 +386,14 @@ class World:
 def join(c: Config, device: str) -> World:
     """The process group that torchrun describes, or one of this process alone: the same path from here on."""
     if not dist.is_initialized():
-        kind = dict(backend="nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=c.ranks.timeout_s))
         alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(**kind, **({} if dist.is_torchelastic_launched() else alone))
-    return World(c, device)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo",
+                                timeout=timedelta(seconds=c.ranks.timeout_s),
+                                **({} if dist.is_torchelastic_launched() else alone))
+    world = World(c, device)
+    if world.size > 1:
+        world.patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # for waiting on services
+    return world
 
 
 # ------------------------------------------------------------------------------------------------- the plan
@@ -405,14 +410,15 @@ class Chip:
     network: float  # its network card
 
     # NVIDIA's data sheets: HGX B300 (ConnectX-8, 800 Gb/s) and H200 (ConnectX-7, 400 Gb/s)
-    # What of it is reached. Matrix products: DeepSeek-V3 on GB300 in MXFP8 runs at 1,088 TFLOP/s, 24 % of FP8's peak
-    # (Megatron-Bridge, docs/performance-summary.md, NeMo 25.11); attention in bf16: 0.5, ours.
+    # What of it is reached. Matrix products: DeepSeek-V3 on GB300 in MXFP8 runs at 1,088 TFLOP/s, 24 % of the
+    # peak (Megatron-Bridge, docs/performance-summary.md, NeMo 25.11); attention in bf16: 0.5, ours.
     linear: float = 0.22
     attention: float = 0.5
     usable: float = 0.94  # of the memory; the rest is the driver's, NCCL's and fragmentation's (ours)
 
 
-CHIPS = {"b300": Chip(288e9, 4.5e15, 2.25e15, 900e9, 100e9), "h200": Chip(141e9, 1.98e15, 0.99e15, 450e9, 50e9)}
+CHIPS = {"b300": Chip(288e9, 4.5e15, 2.25e15, 900e9, 100e9),
+         "h200": Chip(141e9, 1.98e15, 0.99e15, 450e9, 50e9)}
 
 
 def imagine(c: Config, n: int) -> tuple[int, int, float]:
@@ -436,18 +442,18 @@ def imagine(c: Config, n: int) -> tuple[int, int, float]:
 
 
 def memory_of(c: Config, phase: Phase, cp: int, rows: int, mine: int) -> dict[str, float]:
-    """Bytes of one rank by kind when a backward pass has `rows` rows, an estimate: every formula is in sight."""
+    """Bytes of one rank by kind when a backward pass has `rows` rows: an estimate, formulas in sight."""
     m, n = c.model, moe.count(c.model)
     tokens = rows * phase.length / cp
     expert = n["experts"] / max(m.n_moe_layers, 1)
-    block = (n["shared"] + n["router"] + n["attention"]) / m.n_layers + expert / c.ranks.ep  # gathered parameters
+    block = (n["shared"] + n["router"] + n["attention"]) / m.n_layers + expert / c.ranks.ep  # parameters
     width = 2 if c.ranks.param_dtype == "bf16" else 4
     heads = m.n_heads * (m.qk_nope_head_dim + m.qk_rope_head_dim + m.v_head_dim)
     routed = tokens * m.n_experts_per_tok * (2 * m.dim + 3 * m.expert_dim) * width
     logits = 2 * 4 * min(4096, tokens) * m.vocab_size  # a chunk of logits and its gradient, fp32
     return dict(
         state=16.0 * mine,  # fp32 master, gradient, two moments
-        gathered=block * (2 * width + 2 * 4) + (n["embedding"] + n["head"]) * width,  # this and the next; gradients
+        gathered=block * (2 * width + 2 * 4) + (n["embedding"] + n["head"]) * width,  # two, and gradients
         inputs=m.n_layers * tokens * m.dim * width,  # of the layers, kept for recomputation
         live=2 * routed + rows * phase.length * heads * 2 * width + logits)  # one layer forward and backward
 
@@ -464,15 +470,16 @@ def speed_of(c: Config, phase: Phase, cp: int, rows: int, n: int, chip: Chip) ->
     width = 2 if c.ranks.param_dtype == "bf16" else 4
     gathered = k["total"] - k["experts"] + k["experts"] / c.ranks.ep
     seconds["weights"] = (2 * width + 4) * gathered / chip.network
-    # Rows to their experts and back, forward, again and backward; inside a node. And the latents of other ranks.
-    wire = moe.expert_traffic(m, int(tokens), c.ranks.ep)
-    seconds["rows"] = 3 * m.n_moe_layers * (wire["sum"] if m.dispatch == "mxfp8" else wire["bf16"]) / chip.inside
+    # Rows to their experts and back, forward, again and backward, in a node. And the latents of other ranks.
+    wire = moe.expert_traffic(m, int(tokens), c.ranks.ep)["sum" if m.dispatch == "mxfp8" else "bf16"]
+    seconds["rows"] = 3 * m.n_moe_layers * wire / chip.inside
     if cp > 1:
         latents = rows * moe.latent_traffic(m, phase.length, cp)["latents"]
         seconds["latents"] = 3 * m.n_layers * latents / (chip.inside if cp <= 8 else chip.network)
     # Gathering runs beside computing; rows and latents are waited for.
     step = max(seconds["compute"] + seconds["rows"] + seconds.get("latents", 0.0), seconds["weights"])
-    return dict(**seconds, step=step, tokens_per_s=tokens * n / step, flops=tokens * (linear + attention) / step)
+    return dict(**seconds, step=step, tokens_per_s=tokens * n / step,
+                flops=tokens * (linear + attention) / step)
 
 
 def plan(c: Config, gpus: int, gpu: str) -> dict:
@@ -482,9 +489,9 @@ def plan(c: Config, gpus: int, gpu: str) -> dict:
     if whole != n["total"]:
         raise AssertionError(f"{whole:,} parameters after sharding, {n['total']:,} before")
     share = mine / whole
-    print(f"{whole:,} parameters, {n['active']:,} active per token; built and sharded for {gpus} ranks on the meta "
-          f"device in {seconds:.1f} s\nexperts over ep {c.ranks.ep} x efsdp {gpus // c.ranks.ep}, the rest over all; "
-          f"largest rank {mine:,} parameters, {share * gpus:.4f} of an even share")
+    print(f"{whole:,} parameters, {n['active']:,} active per token; built and sharded for {gpus} ranks on "
+          f"the meta device in {seconds:.1f} s\nexperts over ep {c.ranks.ep} x efsdp {gpus // c.ranks.ep}, "
+          f"the rest over all; largest rank {mine:,} parameters, {share * gpus:.4f} of an even share")
     fits, rates = True, {}
     for name, phase in (("pretrain", c.pretrain), ("long", c.long)):
         cp = c.ranks.cp_long if name == "long" else c.ranks.cp
@@ -495,10 +502,11 @@ def plan(c: Config, gpus: int, gpu: str) -> dict:
         memory, speed = memory_of(c, phase, cp, rows, mine), speed_of(c, phase, cp, rows, gpus, chip)
         good = sum(memory.values()) <= room
         fits, rates[name] = fits and good, speed["tokens_per_s"]
-        print(f"\n{name}: {phase.length:,} tokens a row, cp {cp}, {phase.rows} rows a step, {per_rank} per group of "
-              f"{cp}, {rows} at a time (--set {name}.micro_rows={rows})")
+        print(f"\n{name}: {phase.length:,} tokens a row, cp {cp}, {phase.rows} rows a step, {per_rank} per "
+              f"group of {cp}, {rows} at a time (--set {name}.micro_rows={rows})")
         print("    memory per GPU, GB      " + "".join(f"{k} {v / 1e9:.1f}  " for k, v in memory.items())
-              + f"sum {sum(memory.values()) / 1e9:.0f} of {chip.memory / 1e9:.0f}: {'fits' if good else 'does NOT fit'}")
+              + f"sum {sum(memory.values()) / 1e9:.0f} of {chip.memory / 1e9:.0f}: "
+              + ("fits" if good else "does NOT fit"))
         print("    seconds a pass          " + "".join(f"{k} {speed[k]:.2f}  " for k in
               ("compute", "rows", "latents", "weights") if k in speed)
               + f"limited by {'gathering weights' if speed['step'] == speed['weights'] else 'computing'}")
@@ -507,13 +515,12 @@ def plan(c: Config, gpus: int, gpu: str) -> dict:
               f"{speed['flops'] / 1e12:.0f} TFLOP/s ({speed['flops'] / chip.fp8:.0%} of FP8's peak); "
               f"{tokens:,} tokens take {tokens / speed['tokens_per_s'] / 86_400:.1f} days")
     written, published = 12 * whole, 2 * whole
-    print(f"\ncheckpoint {written / 1e12:.1f} TB (master and moments), {written / 200e9:.0f} s at 200 GB/s; weights in bf16 "
-          f"{published / 1e12:.2f} TB: a full snapshot leaves {gpus} GPUs in {published / gpus / chip.network:.2f} s, "
-          "a delta\nof an RL step, with 98 % of the weights unchanged (Fireworks' account; report §6.2: a few GB), "
-          f"is about {0.02 * published / 1e9:.0f} GB before compression, "
-          f"{0.02 * published / gpus / chip.network:.3f} s")
-    print(f"peaks: NVIDIA's data sheets; reached: {chip.linear:.0%} of FP8 in matrix products (DeepSeek-V3 on GB300, "
-          f"Megatron-Bridge's table), {chip.attention:.0%} of bf16 in attention (ours)\n")
+    print(f"\ncheckpoint {written / 1e12:.1f} TB (master and moments), {written / 200e9:.0f} s at 200 GB/s\n"
+          f"weights in bf16 {published / 1e12:.2f} TB: a snapshot leaves {gpus} GPUs in "
+          f"{published / gpus / chip.network:.2f} s; an RL step's difference, 2 % of it before compression "
+          f"(Fireworks' account; report §6.2: a few GB), is {0.02 * published / 1e9:.0f} GB\n"
+          f"peaks: NVIDIA's data sheets; reached: {chip.linear:.0%} of FP8 in matrix products (DeepSeek-V3 "
+          f"on GB300, Megatron-Bridge's table), {chip.attention:.0%} of bf16 in attention (ours)\n")
     return dict(gpu=gpu, gpus=gpus, parameters=whole, active_parameters=n["active"],
                 max_local_share=share, fits=fits, tokens_per_s=round(rates["pretrain"]),
                 tokens_per_s_long=round(rates["long"]))
@@ -560,19 +567,19 @@ class Damaged(Exception):
 
 
 def contents(modules: nn.Module, optimizer: torch.optim.Optimizer | None, master: nn.Module | None) -> dict:
-    """What a checkpoint holds, flat: weights by name; moments by the name of their weight, as DTensors, so that any
-    number of ranks can read what any other wrote. Nothing in it belongs to one rank: random numbers are functions
-    of (seed, sample), data is a cursor."""
+    """What a checkpoint holds, flat: weights by name; moments by the name of their weight, as DTensors, so
+    that any number of ranks can read what any other wrote. Nothing in it belongs to one rank: random numbers
+    are functions of (seed, sample), data is a cursor."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     state = dict(modules.state_dict())
     if master is not None:
         state |= {f"master.{k}": v for k, v in master.state_dict().items()}
     if optimizer is not None:
-        # Makes the moments of a fresh optimizer first: an empty state would load as nothing, without an error.
-        flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        owner = modules if master is None else master
-        state |= {f"optimizer.{k}": v for k, v in get_optimizer_state_dict(owner, optimizer, options=flat).items()}
+        # Makes the moments of a fresh optimizer first: an empty state would load as nothing, with no error.
+        moments = get_optimizer_state_dict(modules if master is None else master, optimizer,
+                                           options=StateDictOptions(flatten_optimizer_state_dict=True))
+        state |= {f"optimizer.{k}": v for k, v in moments.items()}
     return state
 
 
@@ -587,8 +594,8 @@ def crc(path: Path) -> int:
 def save(folder: Path, state: dict, plain: dict, world: World | None) -> None:
     """Write a checkpoint (torch.distributed.checkpoint) whole or not at all, over one of the same name.
 
-    Every rank writes its part into a new folder; rank 0 adds COMPLETE with sizes, checksums and the plain values,
-    and renames. A crash before that leaves the old one, and a `.part` that the next writer removes.
+    Every rank writes its part into a new folder; rank 0 adds COMPLETE with sizes, checksums and the plain
+    values, and renames. A crash before that leaves the old one, and a `.part` that the next writer removes.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -605,7 +612,7 @@ def save(folder: Path, state: dict, plain: dict, world: World | None) -> None:
         sums = [None] * world.size
         dist.all_gather_object(sums, {p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")})
     if rank == 0:
-        note = dict(plain=plain, ranks=1 if alone else world.size, files={k: v for s in sums for k, v in s.items()})
+        note = dict(plain=plain, ranks=len(sums), files={k: v for s in sums for k, v in s.items()})
         (part / "COMPLETE").write_text(json.dumps(note))
         shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
         if folder.exists():
@@ -616,8 +623,8 @@ def save(folder: Path, state: dict, plain: dict, world: World | None) -> None:
         dist.barrier()
 
 
-def restore(folder: Path, modules: nn.Module, optimizer: torch.optim.Optimizer | None, master: nn.Module | None,
-            world: World | None) -> dict:
+def restore(folder: Path, modules: nn.Module, optimizer: torch.optim.Optimizer | None,
+            master: nn.Module | None, world: World | None) -> dict:
     """Read a checkpoint in place, whatever number of ranks wrote it; its plain values. Raises `Damaged`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
@@ -635,10 +642,11 @@ def restore(folder: Path, modules: nn.Module, optimizer: torch.optim.Optimizer |
     # Nor does it mind entries that nobody asks for, or another dtype, which it casts.
     wrong = [k for k, v in state.items() if k not in known or isinstance(v, torch.Tensor) and
              (known[k].size != v.shape or known[k].properties.dtype != v.dtype)]
-    left = [k for k in known if k not in state and (optimizer is not None or not k.startswith(("optim", "master")))]
+    left = [k for k in known if k not in state
+            and (optimizer is not None or not k.startswith(("optimizer", "master")))]
     if wrong or left:
-        raise Damaged(f"{folder} is of another model: {len(wrong)} entries differ {wrong[:3]}, {len(left)} have no "
-                      f"place {left[:3]}")
+        raise Damaged(f"{folder} is of another model: {len(wrong)} entries differ {wrong[:3]}, "
+                      f"{len(left)} have no place {left[:3]}")
     dcp.load(state, checkpoint_id=folder, no_dist=alone)
     if optimizer is not None:
         moments = {k.removeprefix("optimizer."): v for k, v in state.items() if k.startswith("optimizer.")}
@@ -710,7 +718,7 @@ class Run:
 
     def load(self, name: str, optimizer: torch.optim.Optimizer | None = None,
              master: nn.Module | None = None) -> dict | None:
-        """Load weights (and what is asked for) in place; the plain values, None where there is no good one."""
+        """Load weights and what is asked for in place; the plain values, None where there is no good one."""
         folder = self.out / "checkpoints" / name
         if not self.has(name):
             return None
@@ -762,7 +770,8 @@ def train(run: Run, stage: str, phase: Phase, batches: Callable[[pretrain.Cursor
         cursor = pretrain.Cursor(**saved["cursor"])
     last = time.perf_counter()
     shares = (world.share(batch, cp) for batch in batches(cursor))
-    steps = pretrain.train_phase(run.model, run.layers, optimizer, phase, shares, cursor.step, world.total, world.clip)
+    steps = pretrain.train_phase(run.model, run.layers, optimizer, phase, shares, cursor.step, world.total,
+                                 world.clip)
     run.work_on(cp)
     with bar(run, total=phase.steps, initial=cursor.step, desc=stage, unit="step") as progress:
         for m in steps:
@@ -910,15 +919,17 @@ def start_sampler(run: Run, name: int) -> subprocess.Popen:
     """A sampling service as a process of its own, with a thread of its own."""
     command = [sys.executable, os.path.abspath(__file__), "--role", "sampler", "--name", str(name),
                "--out", str(run.out), "--size", run.size]
-    return subprocess.Popen(command, stdout=open(run.out / f"sampler-{name}.log", "a"), stderr=subprocess.STDOUT,
+    log = open(run.out / f"sampler-{name}.log", "a")
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
                             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
 
 
 class RankTrainer(grpo.Trainer):
-    """`grpo.Trainer` on the ranks of a world. Every rank reads the same groups and packs the same rows, then takes
-    its share of each micro-batch; a rank's part of the weights is published by that rank."""
+    """`grpo.Trainer` on the ranks of a world. Every rank gets the same groups and packs the same rows, then
+    takes its share of each micro-batch; each publishes its part of the weights."""
 
-    def __init__(self, model: moe.Transformer, optimizer_of: Callable, c: grpo.GRPOConfig, out: Path, world: World):
+    def __init__(self, model: moe.Transformer, optimizer_of: Callable, c: grpo.GRPOConfig, out: Path,
+                 world: World):
         self.world = world
         super().__init__(model, optimizer_of, c, out)
         self.publisher = grpo.Publisher(out / "weights", c.full_every, world.rank, world.size)
@@ -934,8 +945,8 @@ class RankTrainer(grpo.Trainer):
             super().forget_used()
 
     def share(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Row i of everything that belongs to a predicted token moves to where it is predicted, one to the left,
-        before rows are cut: after it, the edges of the chunks would be wrong."""
+        """Everything that belongs to a predicted token moves to where it is predicted, one to the left,
+        before rows are cut: afterwards the edges of the chunks would be wrong."""
         w, cp = self.world, self.world.cp("rl")
         moved = {k: batch[k].roll(-1, 1) for k in ("mask", "logp_sampled", "advantage", "owner", "version")}
         moved["mask"][:, -1] = False
@@ -946,7 +957,8 @@ class RankTrainer(grpo.Trainer):
                  plausibility: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx = self.model.context(
             batch["positions"], doc=batch["doc"], replay=batch.get("routes") if replay else None,
-            plausibility=self.c.plausibility if plausibility is None else plausibility, real=batch["doc"] >= 0)
+            plausibility=self.c.plausibility if plausibility is None else plausibility,
+            real=batch["doc"] >= 0)
         hidden, keep = self.model(batch["ids"], ctx), batch["mask"]
         logp = (self.model.lm_head(hidden[keep]).float() / self.c.temperature).log_softmax(-1)  # [n, V]
         entropy = -(logp.detach().exp() * logp.detach()).sum(-1)
@@ -955,10 +967,12 @@ class RankTrainer(grpo.Trainer):
     def merge(self, sums: dict, chains: torch.Tensor, gaps: dict) -> tuple[dict, torch.Tensor, dict]:
         """Σ over ranks of what they measured; every rank gets the same."""
         parts: list = [None] * self.world.size
-        dist.all_gather_object(parts, (dict(sums), chains.cpu(), {k: torch.cat(v).cpu() for k, v in gaps.items()}))
-        names = {k for _, _, g in parts for k in g}
-        return (Counter({k: sum(s.get(k, 0.0) for s, _, _ in parts) for k in {k for s, _, _ in parts for k in s}}),
-                sum(c for _, c, _ in parts), {k: [g[k] for _, _, g in parts if k in g] for k in sorted(names)})
+        mine = {k: torch.cat(v).cpu() for k, v in gaps.items()}
+        dist.all_gather_object(parts, (Counter(sums), chains.cpu(), mine))
+        names = sorted({k for _, _, g in parts for k in g})
+        total = {k: sum(s[k] for s, _, _ in parts) for k in {k for s, _, _ in parts for k in s}}
+        return (Counter(total), sum(c for _, c, _ in parts),
+                {k: [g[k] for _, _, g in parts if k in g] for k in names})
 
     def any(self, flags: torch.Tensor) -> bool:
         return self.world.total(int(flags.sum())) > 0
@@ -1053,7 +1067,7 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
 
 
 def sampler_role(out: Path, name: str) -> None:
-    """Entry of a sampler process: everything it needs is in the run's folder. Samplers come and go as they like."""
+    """Entry of a sampler process: all it needs is in the run's folder. Samplers come and go as they like."""
     run = visit(out)
     c = run.config
     reference = moe.Transformer(c.model)
@@ -1086,8 +1100,8 @@ def over(out: Path) -> bool:
 
 
 def evaluator_role(out: Path) -> None:
-    """Entry of an evaluator (I4): the held-out suite on the newest published weights, again and again, until RL is
-    over. A score belongs to the version that was loaded: training goes on, these weights do not change."""
+    """Entry of an evaluator (I4): the held-out suite on the newest published weights, again and again, until
+    RL is over. A score belongs to the version that was loaded: training goes on, these weights stay."""
     run = visit(out)
     weights = grpo.Subscriber(out / "weights", run.model.state_dict())
     while True:
@@ -1206,7 +1220,7 @@ def open_run(args: argparse.Namespace, config: Config, world: World | None = Non
 
 
 def open_together(args: argparse.Namespace, config: Config, world: World) -> Run:
-    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed, and sharded."""
+    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed, sharded."""
     run, word = None, None
     if world.rank == 0:
         try:
@@ -1230,13 +1244,13 @@ def layout(run: Run) -> str:
     c, w, r = run.config, run.world, run.config.ranks
     parts = [list(module.parameters()) for module in (run.model, run.layers)]
     sizes = [sum(p.numel() for p in part) for part in parts]
-    text = (f"size {run.size}, seed {c.seed}, device {w.device.type}, {c.threads} threads, {sizes[0]:,} parameters "
-            f"+ {sizes[1]:,} in {c.n_mtp} MTP layer(s), folder {run.out}")
+    text = (f"size {run.size}, seed {c.seed}, device {w.device.type}, {c.threads} threads, "
+            f"{sizes[0]:,} parameters + {sizes[1]:,} in {c.n_mtp} MTP layer(s), folder {run.out}")
     if w.size > 1:
         mine = sum(moe.local_part(p).numel() for part in parts for p in part)
-        text += (f"\n{w.size} ranks ({dist.get_backend()}): dense weights over all of them, experts over ep {r.ep} x efsdp "
-                 f"{w.size // r.ep}; rows over dp {w.size // r.cp} x cp {r.cp}, long rows over dp "
-                 f"{w.size // r.cp_long} x cp {r.cp_long}; rank 0 holds {mine:,} parameters, "
+        text += (f"\n{w.size} ranks ({dist.get_backend()}): dense weights over all of them, experts over ep "
+                 f"{r.ep} x efsdp {w.size // r.ep}; rows over dp {w.size // r.cp} x cp {r.cp}, long rows "
+                 f"over dp {w.size // r.cp_long} x cp {r.cp_long}; rank 0 holds {mine:,} parameters, "
                  f"{mine * 16 / 1e9:.2f} GB with gradient and moments; computes in {r.param_dtype}")
     return text
 
@@ -1292,19 +1306,22 @@ def compare_async(args: argparse.Namespace, settings: list[str], world: World) -
 
 
 def blame(error: Exception, world: World) -> str:
-    """One line for a crash: when, which rank, what, where in our files, and in which collective if it was in one.
+    """One line for a crash: when, which rank, what, where in our files, in which collective.
 
-    When a rank dies the others fail too, in the collective in which they wait for it: the earliest line counts.
+    When a rank dies the others fail too, in the collective in which they wait for it: the first line counts.
     """
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).resolve().parent)
     ours = [f for f in frames if str(Path(f.filename).parent) == here]
-    calls = [f.name for f in frames if "distributed" in f.filename and not f.name.startswith(("_", "wrapper"))]
-    text = str(error).strip().splitlines() or [""]
-    return (f"{time.strftime('%H:%M:%S')} rank {world.rank} of {world.size}: {type(error).__name__}: {text[0]} "
-            f"({Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}" + (
-                f", in the collective {calls[-1]}; it waits ranks.timeout_s = {world.ranks.timeout_s:g} s at most)"
-                if calls else ")"))
+    calls = [f.name for f in frames
+             if "distributed" in f.filename and not f.name.startswith(("_", "wrapper"))]
+    where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
+    if calls:
+        where += (f", in the collective {calls[-1]}; it waits ranks.timeout_s = "
+                  f"{world.ranks.timeout_s:g} s at most")
+    text = (str(error).strip().splitlines() or [""])[0]
+    return (f"{time.strftime('%H:%M:%S')} rank {world.rank} of {world.size}: {type(error).__name__}: {text} "
+            f"({where})")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1353,8 +1370,8 @@ def main() -> None:
         if config.device not in ("cpu", "cuda"):
             raise Refused(f"--device {config.device}: choose cpu or cuda")
         if config.device == "cuda" and not torch.cuda.is_available():
-            raise Refused("--device cuda: there is none here; --size full wants hundreds of GPUs (--plan shows "
-                          "what fits where), or --device cpu with numbers shrunk by --set")
+            raise Refused("--device cuda: there is none here; --size full wants hundreds of GPUs (--plan "
+                          "shows what fits where), or --device cpu with numbers shrunk by --set")
         world = join(config, config.device)
         if args.compare_async:
             return print(json.dumps(compare_async(args, settings, world)))
