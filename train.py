@@ -386,10 +386,14 @@ class World:
 def join(c: Config, device: str) -> World:
     """The process group that torchrun describes, or one of this process alone: the same path from here on."""
     if not dist.is_initialized():
-        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+        group = dict(store=dist.HashStore(), rank=0, world_size=1)
+        if dist.is_torchelastic_launched():
+            store, rank, size = next(dist.rendezvous("env://"))
+            # torchrun may start everything anew on the store of the attempt before, with its dead addresses
+            group = dict(store=dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store), rank=rank,
+                         world_size=size)
         dist.init_process_group("nccl" if device == "cuda" else "gloo",
-                                timeout=timedelta(seconds=c.ranks.timeout_s),
-                                **({} if dist.is_torchelastic_launched() else alone))
+                                timeout=timedelta(seconds=c.ranks.timeout_s), **group)
     world = World(c, device)
     if world.size > 1:
         world.patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # for waiting on services
@@ -801,6 +805,7 @@ def bits_per_byte(run: Run, corpus: pretrain.Corpus, when: str) -> float:
     run.model.train()
     run.results.setdefault("heldout_bpb", {})[when] = round(bpb, 4)
     run.log("heldout", 0, when=when, heldout_bpb=bpb)
+    run.save()
     return bpb
 
 
