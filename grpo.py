@@ -517,13 +517,14 @@ class Publisher:
                 offsets: dict[str, int] | None = None) -> dict[str, float]:
         """Take a copy of the bf16 roundings and upload them while training goes on.
 
-        offsets: where a tensor begins in the whole one, in elements, if it is this rank's part of it. Returns
+        offsets: where a tensor begins in the whole one, in elements, if it is this rank's part of it. Parts of
+        one tensor that do not lie together are called name#0, name#1, … Returns
         the metrics of the upload before: bytes, ratio to bf16, share of weights changed; and weight_wait_s, the
         seconds that this call took.
         """
         began, previous = time.perf_counter(), self.flush()
         bits = [v.detach().to(torch.bfloat16).flatten().view(torch.int16).cpu() for v in state.values()]
-        layout = [(k, (offsets or {}).get(k, 0), len(b)) for k, b in zip(state, bits)]
+        layout = [(k.split("#")[0], (offsets or {}).get(k, 0), len(b)) for k, b in zip(state, bits)]
         self.upload = self.pool.submit(self._upload, torch.cat(bits).numpy(), layout, version)
         return {**previous, "weight_wait_s": time.perf_counter() - began}
 
@@ -839,7 +840,7 @@ class Trainer:
         rows = pack([Item(s, r.advantage, i) for i, r in enumerate(rollouts) if r.advantage != 0
                      for s in r.segments], self.c.row)
         for at in range(0, len(rows), self.c.micro_rows):
-            batch = tensors(rows[at:at + self.c.micro_rows], self.c.row)
+            batch = self.share(tensors(rows[at:at + self.c.micro_rows], self.c.row))
             logp, entropy, index = self.logprobs(batch)
             value, metrics = self.loss(logp, batch, index, len(rollouts) * self.c.norm_const)
             value.backward()
@@ -848,6 +849,7 @@ class Trainer:
             self._mismatch(gaps, batch, index, log_ratio, at == 0)
             for k, v in dict(metrics, loss=value, entropy=entropy.sum()).items():
                 sums[k] += float(v.detach())
+        sums, chains, gaps = self.merge(sums, chains, gaps)
         read |= summary(sums)
         read["chain_ess"] = chain_ess(chains[A.flatten() != 0])
         read["loss"], read["entropy"] = sums["loss"], sums["entropy"] / max(sums["tokens"], 1)
@@ -857,13 +859,29 @@ class Trainer:
         read["grad_norm"] = self._update()
         return read
 
+    # What a trainer on several ranks does otherwise: its part of a batch, sums over the ranks, the norm.
+
+    def share(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch
+
+    def merge(self, sums: dict, chains: Tensor, gaps: dict) -> tuple[dict, Tensor, dict]:
+        return sums, chains, gaps
+
+    def any(self, flags: Tensor) -> bool:
+        return bool(flags.any())
+
+    def clip(self) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.master, self.c.clip))
+
     # The three pieces of the step that the ablations exchange.
 
     def advantages(self, shaped: Tensor) -> Tensor:
         return advantages(shaped)
 
-    def logprobs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return logprobs(self.model, batch, self.c.temperature, True, self.c.plausibility)
+    def logprobs(self, batch: dict[str, Tensor], replay: bool = True,
+                 plausibility: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        filtered = self.c.plausibility if plausibility is None else plausibility
+        return logprobs(self.model, batch, self.c.temperature, replay, filtered)
 
     def loss(self, logp: Tensor, batch: dict[str, Tensor], index: Tensor,
              denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -876,19 +894,19 @@ class Trainer:
         """Collect |Δ log-prob| of tokens that are not stale: as trained, and now and then without replay and with
         the plausibility filter (M4)."""
         fresh = batch["version"][index] == self.version
-        if not fresh.any():
+        if not self.any(fresh):
             return
         gaps["mismatch"].append(log_ratio.abs()[fresh])
         if first and self.version % self.c.mismatch_every == 0:
             sampled = batch["logp_sampled"][index]
             for name, replay in (("mismatch_none", False), ("mismatch_filter", True)):
-                logp, *_ = logprobs(self.model, batch, self.c.temperature, replay, self.FILTER)
+                logp, *_ = self.logprobs(batch, replay, self.FILTER)
                 gaps[name].append((logp - sampled).abs()[fresh])
 
     def _update(self) -> float:
         for p, m in zip(self.model.parameters(), self.master):
             m.grad, p.grad = (p.grad if p.grad is not None else torch.zeros_like(m)), None
-        norm = float(torch.nn.utils.clip_grad_norm_(self.master, self.c.clip))
+        norm = self.clip()
         if not math.isfinite(norm):
             raise FloatingPointError(f"RL step {self.version}: gradient norm {norm}; the weights are those of "
                                      "the step before")

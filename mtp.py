@@ -39,6 +39,7 @@ import time
 import timeit
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,10 +92,10 @@ class MTP(nn.Module):
         detach: keep gradients out of the shared embedding.
         """
         weight = model.embed_tokens.weight.detach() if detach else model.embed_tokens.weight
-        plain = moe.Context(ctx.cos, ctx.sin, ctx.positions, ctx.mask, real=ctx.real)
+        plain = moe.Context(ctx.cos, ctx.sin, ctx.positions, ctx.mask, real=ctx.real, cp=ctx.cp)
         out = []
         for k, layer in enumerate(self.layers, 1):
-            hidden = layer(hidden, F.embedding(tokens.roll(-k, dims=1), weight), plain)
+            hidden = layer(hidden, F.embedding(moe.ahead(tokens, k, model.parallel), weight), plain)
             out.append(hidden)
         return out
 
@@ -151,15 +152,16 @@ def distill_loss(model: moe.Transformer, mtp: MTP, hidden: Tensor, tokens: Tenso
     if kind not in ("kl", "ce", "tv"):
         raise ValueError(f"kind = {kind!r}: choose kl, ce or tv")
     head = model.lm_head.weight.detach() if detach_trunk else model.lm_head.weight
-    whole = bool((doc == doc[:, :1]).all())
+    whole = bool(((doc == doc[:, :1]) & (doc >= 0)).all()) and not model.split_rows
     ctx = model.context(positions, doc=None if whole else doc, real=None if whole else doc >= 0)
     states = mtp(model, hidden.detach() if detach_trunk else hidden, tokens, ctx, detach_trunk)
     total, rows, sums = hidden.new_zeros(()), 0, torch.zeros(3, dtype=torch.float64, device=hidden.device)
     for k, state in enumerate(states, 1):
-        n = max(tokens.shape[1] - k - 1, 0)
-        same = (doc[:, :n] == doc[:, k + 1:]) & (doc[:, :n] >= 0)  # t_{i+k+1} is of row i's document
-        student, target = state[:, :n][same], tokens[:, k + 1:][same]  # [rows, D], [rows]
-        teacher = hidden.detach()[:, k - shift:k - shift + n][same]
+        later = partial(moe.ahead, parallel=model.parallel)
+        # t_{i+k+1} is of row i's document, and is not the row's beginning, to which its end is rolled
+        same = (later(doc, k + 1) == doc) & (doc >= 0) & (later(positions, k + 1) == positions + k + 1)
+        student, target = state[same], later(tokens, k + 1)[same]  # [rows, D], [rows]
+        teacher = later(hidden.detach(), k - shift)[same]
         rows += len(student)
         for s, t, y in zip(student.split(chunk), teacher.split(chunk), target.split(chunk)):
             # Several chunks would all keep their logits for the backward pass: recompute them there instead.

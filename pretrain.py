@@ -687,7 +687,8 @@ def loss(model: moe.Transformer, batch: Batch, norm: float, chunk: int = 4096) -
     backward pass: 32k tokens of 163,840 logits would be 21 GB. Returns loss, {nll, targets} (sums) and hidden
     [B, T, D].
     """
-    whole = bool((batch.doc == batch.doc[:, :1]).all())         # one document a row: causal, no mask
+    # One document a row, no padding: causal, no mask. A share of a row does not show whether it is so.
+    whole = bool(((batch.doc == batch.doc[:, :1]) & (batch.doc >= 0)).all()) and not model.split_rows
     doc, real = (None, None) if whole else (batch.doc, batch.doc >= 0)
     hidden = model(batch.tokens, model.context(batch.positions, doc=doc, real=real))     # [B, T, D]
     wanted = batch.labels >= 0
@@ -733,7 +734,7 @@ def _gradients(model: moe.Transformer, mtp: nn.Module | None, phase: Phase, batc
                                                    detach_trunk=only or phase.mtp_detach, norm=real)
                 value = distance if only else value + phase.mtp_weight * distance
                 share = len(part.tokens) / len(batch.tokens)
-                sums.update({f"mtp_{name}": float(x) * share for name, x in agreement.items()})
+                sums.update({f"mtp_{name}": total(float(x) * share) / total(1.0) for name, x in agreement.items()})
         value.backward()
         sums["nll"] += float(metrics["nll"])
     return {"loss": total(sums.pop("nll")) / targets, "tokens": real, "targets": targets, **sums}

@@ -1,14 +1,20 @@
 """train.py: configuration, refusals, resume; and the whole program with numbers shrunk."""
 
 import json
+import random
+import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 import bench
 import train
+from summarize import Rollout, Segment
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"wall_s", "peak_rss_gb", "heldout_bpb", "mtp_acceptance", "before_rl", "after_rl", "families"}
@@ -155,3 +161,209 @@ def test_the_whole_program_shrunk(tmp_path) -> None:
     assert (out / "eval" / "0.json").exists() and (out / "eval" / "2.txt").exists()
     again = run("--smoke", "--out", str(out))
     assert again.returncode != 0 and "finished" in again.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+SHRUNK = """model.vocab_size=272 model.dim=64 model.n_layers=3 model.n_heads=2 model.ffn_dim=96 model.expert_dim=32
+model.n_experts=8 model.n_experts_per_tok=2 model.q_lora_rank=32 model.kv_lora_rank=32 model.route_scale=1.0
+model.init_std=0 model.precision=native model.dispatch=native model.rope_original_len=64 ranks.param_dtype=fp32 threads=1
+heldout_bytes=400 pretrain.length=37 pretrain.rows=5 pretrain.steps=3 pretrain.lr=1e-3 mtp.length=40 mtp.rows=3
+mtp.steps=2 mtp.lr=1e-3 long.length=90 long.rows=2 long.steps=3 long.lr=1e-3 sft.length=150 sft.rows=3 sft.steps=2
+sft.lr=1e-3""".split()
+LAYOUTS = {1: dict(ep=1, cp=1, cp_long=1), 2: dict(ep=2, cp=1, cp_long=2), 4: dict(ep=2, cp=2, cp_long=4)}
+
+
+class Job(NamedTuple):
+    """A run in its own folder under one launch's process group."""
+
+    name: str
+    start: str = ""  # a folder to go on from
+    stop: int = -1  # step of the phase `long` after which the run dies; -1: never
+    ranks: dict = {}  # another layout than LAYOUTS'
+
+
+JOBS = {4: [Job("four"), Job("cut", stop=1), Job("again", "cut")], 2: [Job("two"), Job("two_on", "cut", ranks=dict(ep=1))],
+        1: [Job("one"), Job("one_on", "cut")]}
+
+
+def do(job: Job, n: int, folder: Path) -> None:
+    out = folder / job.name
+    if job.start and (not train.dist.is_initialized() or train.dist.get_rank() == 0):
+        shutil.copytree(folder / job.start, out)
+    layout = {**LAYOUTS[n], **job.ranks}
+    c = train.build_config("full", [*SHRUNK, *(f"ranks.{k}={v}" for k, v in layout.items()), "ranks.recompute=true",
+                                    "checkpoint_s=0"], device="cpu")
+    args = train.parser().parse_args(["--out", str(out), "--resume"])
+    run = train.open_together(args, c, train.join(c, "cpu"))
+    write = run.log
+
+    def log(stage: str, step: int, **values: object) -> None:
+        write(stage, step, **values)
+        if stage == "long" and step == job.stop + 1:
+            raise KeyboardInterrupt  # after the checkpoint of step `stop`, before that of this one
+
+    run.log = log if job.stop >= 0 else write
+    try:
+        train.execute(run, ["pretrain", "mtp", "long", "sft"], False)
+    except KeyboardInterrupt:
+        return
+    weights = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in run.modules().state_dict().items()}
+    if run.chief:
+        torch.save(weights, folder / f"{job.name}.pt")
+
+
+def groups(c: train.Config, seed: int) -> list[list[Rollout]]:
+    """Finished rollouts of random tokens, odd lengths, one or two windows each, with routes to replay."""
+    rng, m = random.Random(seed), c.model
+
+    def segment() -> Segment:
+        n = rng.randint(5, 40)
+        mask = [0] * 3 + [rng.randint(0, 1) for _ in range(n - 3)]
+        routes = [[rng.sample(range(m.n_experts), m.n_experts_per_tok) for _ in range(m.n_moe_layers)] for _ in range(n)]
+        return Segment([rng.randrange(m.vocab_size) for _ in range(n)], mask,
+                       [-5.0 - rng.random() if x else 0.0 for x in mask], [0] * n, torch.tensor(routes, dtype=torch.int16))
+
+    def rollout(task: int) -> Rollout:
+        out = Rollout(f"t{task}", "new", [segment() for _ in range(rng.randint(1, 2))], "", "answered",
+                      dict(turns=1, calls=0, thinking=0), rng.random())
+        out.shaped_reward = out.reward
+        out.extra.update(broken=0, summaries=0, kl=0.0, length_cost=0.0)
+        return out
+
+    return [[rollout(g) for _ in range(c.grpo.group_size)] for g in range(c.grpo.groups)]
+
+
+def reinforce(n: int, folder: Path) -> None:
+    """Three RL steps on the same groups; what was published is rebuilt from the parts of all ranks."""
+    sets = ["grpo.groups=3", "grpo.group_size=2", "grpo.row=50", "grpo.micro_rows=3"]
+    c = train.build_config("full", [*SHRUNK, *(f"ranks.{k}={v}" for k, v in LAYOUTS[n].items()), *sets], device="cpu")
+    args = train.parser().parse_args(["--out", str(folder / f"rl{n}"), "--resume"])
+    run = train.open_together(args, c, train.join(c, "cpu"))
+    trainer, steps = train.trainer_of(run), []
+    trainer.publish()
+    for seed in range(3):
+        steps.append(trainer.step(groups(c, seed)))
+        trainer.publish()
+    trainer.publisher.flush()
+    state = run.modules().model.state_dict()
+    weights = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+    run.world.total(0.0)  # everybody has published
+    if run.chief:
+        reader = train.grpo.Subscriber(folder / f"rl{n}" / "weights", weights)
+        rebuilt = reader.poll()
+        assert reader.version == 3 and all(torch.equal(rebuilt[k].double(), v.double()) for k, v in weights.items())
+        torch.save((steps, weights), folder / f"rl{n}.pt")
+
+
+def launch(rank: int, n: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    if n > 1:
+        train.dist.init_process_group("gloo", init_method=f"file://{folder}/store{n}", rank=rank, world_size=n,
+                                      timeout=timedelta(seconds=120))
+    for job in JOBS[n]:
+        do(job, n, Path(folder))
+    reinforce(n, Path(folder))
+    train.dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> Path:
+    """Every run of every number of ranks, one launch each."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for n in (4, 2, 1):
+        torch.multiprocessing.spawn(launch, (n, str(folder)), n)
+    return folder
+
+
+def logged(folder: Path, name: str) -> dict[tuple[str, int], dict]:
+    """The last line of each step."""
+    lines = [json.loads(text) for text in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return {(m["stage"] + m.get("when", ""), m["step"]): m for m in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two", "four", "two_on", "one_on"])
+def test_every_stage_on_ranks_equals_one_process(launched, name: str) -> None:
+    """Odd lengths, a rank without rows, CP and EP of all sizes; and runs that change their layout on the way."""
+    one, many = logged(launched, "one"), logged(launched, name)
+    assert one.keys() == many.keys() and len(one) == 14
+    for at, want in one.items():
+        for key in {"loss", "grad_norm", "tokens", "targets", "lr", "heldout_bpb"} & want.keys():
+            assert many[at][key] == pytest.approx(want[key], rel=2e-6), (at, key)
+    a, b = torch.load(launched / "one.pt"), torch.load(launched / f"{name}.pt")
+    assert a.keys() == b.keys()
+    for key, value in a.items():  # Adam's first steps are signs: where a gradient is rounding, so is the step
+        assert (b[key] - value).abs().max() < 2e-4, key
+
+
+@pytest.mark.slow
+def test_the_same_layout_resumes_exactly(launched) -> None:
+    a, b = torch.load(launched / "four.pt"), torch.load(launched / "again.pt")
+    assert all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 4])
+def test_rl_on_ranks_equals_one_process(launched, n: int) -> None:
+    (one, a), (many, b) = (torch.load(launched / f"rl{k}.pt") for k in (1, n))
+    for want, got in zip(one, many, strict=True):
+        assert got == pytest.approx(want, rel=1e-6, abs=1e-9)
+    for key, value in a.items():  # rounded to bf16: a last bit may differ
+        assert (b[key] - value).abs().max() <= 0.01 * value.abs().max(), key
+
+
+def small_run(tmp_path: Path) -> train.Run:
+    args = train.parser().parse_args(["--out", str(tmp_path / "run"), "--resume"])
+    c = train.build_config("full", [*SHRUNK, *(f"ranks.{k}=1" for k in ("ep", "cp", "cp_long"))], device="cpu")
+    return train.open_run(args, c, None)
+
+
+def test_a_checkpoint_gives_back_weights_moments_and_plain_values_or_says_why_not(tmp_path, capsys) -> None:
+    run = small_run(tmp_path)
+    optimizer = train.pretrain.make_optimizer([run.model], 1e-3)
+    for p in run.model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    run.checkpoint("x", optimizer, cursor=dict(step=3))
+    want = [p.detach().clone() for p in run.model.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in run.model.parameters()]
+    fresh = small_run(tmp_path)
+    other = train.pretrain.make_optimizer([fresh.model], 1e-3)
+    assert fresh.load("x", other) == dict(cursor=dict(step=3))
+    assert all(map(torch.equal, fresh.model.parameters(), want))
+    assert all(torch.equal(other.state[p]["exp_avg"], m) for p, m in zip(fresh.model.parameters(), moments))
+    assert all(other.state[p]["step"] == 1 for p in fresh.model.parameters())
+    fresh.model.double()
+    assert fresh.load("x") is None and "another model" in capsys.readouterr().out
+    (shard,) = (tmp_path / "run" / "checkpoints" / "x").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert run.load("x") is None and "damaged" in capsys.readouterr().out
+    run.checkpoint("y")
+    (tmp_path / "run" / "checkpoints" / "y" / "COMPLETE").unlink()  # a writer that died
+    assert not run.has("y") and run.load("y") is None
+    folder = tmp_path / "run" / "checkpoints"
+    run.checkpoint("z")
+    (folder / "z").rename(folder / "z.old")  # one that died between its two renames
+    assert small_run(tmp_path).load("z") == {}
+
+
+def test_wrong_numbers_of_processes_are_refused_with_the_nearest() -> None:
+    c = train.build_config("full", [], device="cpu")
+    assert c.ranks.fits(512, c.model) and not c.ranks.fits(500, c.model) and not c.ranks.fits(20, c.model)
+    with pytest.raises(train.Refused, match="1 processes do not fit .* 8"):
+        train.join(c, "cpu")
+    with pytest.raises(train.Refused, match="ranks.ep = 0"):
+        train.build_config("full", ["ranks.ep=0"])
+    train.dist.destroy_process_group()
+
+
+def test_the_plan_counts_the_real_model(capsys) -> None:
+    done = run("--size", "full", "--plan", "--gpus", "256")
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["parameters"] == 1_026_408_209_408 and line["active_parameters"] == 32_861_477_888
+    assert 1 / 256 <= line["max_local_share"] <= 1.003 / 256 and line["fits"] and line["tokens_per_s"] > 0
+    assert "500 processes" in run("--size", "full", "--plan", "--gpus", "500").stderr
