@@ -134,7 +134,7 @@ class Config:
     sft_accuracy: float = 0.3  # share of right choices in the last demonstrations
     sft_careful: float = 0.72  # share of the phase in which every demonstration is right
     sft_code: int = 12  # every n-th task is joined by a piece of code, so that it is not forgotten; 0: none
-    sft_recall: int = 4  # and every n-th by a file whose lines are asked for by name (pretrain.py); 0: none
+    sft_recall: int = 8  # and every n-th by a file whose lines are asked for by name (pretrain.py); 0: none
     weight_decay: float = 0.05
     eval_tasks: int = 24  # per family
     eval_samples: int = 8
@@ -161,7 +161,7 @@ SIZES: dict[str, dict] = {
         mtp=dict(length=256, rows=10, steps=50, lr=3e-3, warmup=5),
         long=dict(length=1024, rows=3, steps=60, lr=2e-3, lr_start=3e-3, warmup=5, mtp_every=4,
                   mix={"code": 0.5, "track": 0.5}),
-        sft=dict(length=224, rows=10, steps=700, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4)),
+        sft=dict(length=224, rows=10, steps=760, lr=4e-3, warmup=20, decay=0.5, lr_end=2e-4, mtp_every=4)),
     "full": dict(
         device="cuda",
         model=dict(precision="mxfp8", dispatch="mxfp8"),
