@@ -27,6 +27,7 @@ Differences from the report, which fixes the ideas and leaves the formulas open:
 """
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import json
@@ -653,8 +654,8 @@ class Curriculum:
 
 
 class Claims:
-    """Tasks that samplers have taken: an empty file each, created exclusively, so no task is drawn twice (R1),
-    whoever else is sampling. The files outlive the groups; only a claim whose sampler died with it is void."""
+    """Tasks that samplers have taken: a file each with the sampler's name. No task is drawn twice (R1), whoever
+    else is sampling. The files outlive the groups; only a claim whose sampler died with it is void."""
 
     def __init__(self, groups: Path, name: str, patience: float = 600.0):
         self.groups, self.folder, self.name, self.patience = groups, groups / "claims", name, patience
@@ -662,18 +663,17 @@ class Claims:
         self.release(mine=True)
 
     def taken(self) -> set[int]:
-        return {int(p.name.split(".")[0]) for p in self.folder.iterdir()} | set(used_tasks(self.groups))
+        return {int(p.name) for p in self.folder.iterdir()} | set(used_tasks(self.groups))
 
-    def take(self, order: Iterator[int]) -> int | None:
-        """Claim the first task of `order` that nobody else has."""
-        for index in order:
-            try:
-                os.close(os.open(self.folder / f"{index:07d}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            except FileExistsError:
-                continue
-            (self.folder / f"{index:07d}").write_text(self.name)
+    def take(self, limit: int, order: Callable[[set[int]], Iterator[int]]) -> int | None:
+        """Claim the first task of order(taken), unless `limit` are taken. Samplers do so one at a time."""
+        with open(self.groups / "claims.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            taken = self.taken()
+            index = next(order(taken), None) if len(taken) < limit else None
+            if index is not None:
+                (self.folder / f"{index:07d}").write_text(self.name)
             return index
-        return None
 
     def release(self, mine: bool = False) -> None:
         """Give back claims without a group: those of this name (at its start), and those that are too old."""
@@ -715,11 +715,9 @@ def sampler_loop(model: moe.Transformer, reference: moe.Transformer, protocol: P
             sampler.engine.load(state, weights.version)
 
     def next_task() -> int | None:
-        taken = claims.taken()
-        aside = sum(1 for _ in (groups / "aside").glob("*.pt"))
-        if weights.version < 0 or len(taken) >= (weights.version + 1 + c.max_staleness) * c.groups + aside:
-            return None
-        return claims.take(curriculum.order(taken, weights.version >= c.curriculum * c.steps))
+        limit = (weights.version + 1 + c.max_staleness) * c.groups + len(list((groups / "aside").glob("*.pt")))
+        late = weights.version >= c.curriculum * c.steps
+        return claims.take(limit if weights.version >= 0 else 0, lambda taken: curriculum.order(taken, late))
 
     def jobs() -> Iterator[tuple[object, int] | None]:
         while True:

@@ -653,6 +653,24 @@ def track_row(tokenizer: Tokenizer, seed: int, index: int, length: int) -> tuple
     return ids[:length], mask[:length]
 
 
+def recall_document(tokenizer: Tokenizer, key: str, n_lines: int, n_asked: int) -> tuple[list[int], list[int]]:
+    """A small file whose lines are then asked for by name, in any order: (ids, mask). Targets are the values: only
+    they follow from the file. Names as in `track_document`.
+
+    Looking up a value by its key is what an agent does with everything it has read; corpora teach it too, but
+    seldom.
+    """
+    rng = random.Random(key)
+    lines = [("".join(rng.choices(string.ascii_lowercase, k=rng.choice((3, 5, 6)))) + "=",
+              f"{rng.randrange(10, 1000)}\n") for _ in range(n_lines)]
+    ids = [tokenizer.size + 1, *tokenizer.encode("".join(name + value for name, value in lines) + "---\n")]
+    mask = [0] * len(ids)
+    for name, value in rng.choices(lines, k=n_asked):
+        asked, wanted = tokenizer.encode(name), tokenizer.encode(value)
+        ids, mask = ids + asked + wanted, mask + [0] * len(asked) + [1] * len(wanted)
+    return ids, mask
+
+
 # --------------------------------------------------------------------------------------------------- training
 
 

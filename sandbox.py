@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import gc
 import json
 import math
@@ -47,7 +46,9 @@ import weakref
 from _thread import allocate_lock  # `threading` would add a hundred pages to what each fork has to copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 ROOT = "/workspace"  # where the files lie inside
@@ -55,8 +56,7 @@ ROOT = "/workspace"  # where the files lie inside
 # ---- 1. What goes in and what comes out ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a tool call answers. `ok=False` is an observation too (its text begins with "!"), no exception.
     `text` is valid Unicode: a byte that is not UTF-8 shows as \\xNN (`snapshot()` has the exact bytes)."""
 
@@ -90,6 +90,10 @@ class File(NamedTuple):
 
     data: bytes = b""
     mode: int = stat.S_IFREG | 0o644
+
+
+FOLDER = File(mode=stat.S_IFDIR | 0o755)  # as the tools make them; in a snapshot only if it is empty
+KINDS = {stat.S_IFDIR: "folder", stat.S_IFREG: "file", stat.S_IFLNK: "link"}
 
 
 class Snapshot(dict[str, File]):
@@ -164,23 +168,22 @@ class Param(NamedTuple):
     required: bool
 
 
-@dataclass(frozen=True)
-class Tool:
+class Tool(NamedTuple):
     """A tool as the model sees it; `letter` is its one-character name for byte-level models."""
 
     name: str
     letter: str
-    params: tuple[Param, ...]
+    params: list[Param]
     doc: str
 
 
 def _tool(name: str, letter: str, params: str, doc: str) -> Tool:
     """`params` in short: "old new" are strings, "[path]" may be left out, "[start#]" is an integer."""
     found = re.findall(r"(\[?)(\w+)(#?)", params)
-    return Tool(name, letter, tuple(Param(n, "integer" if i else "string", not o) for o, n, i in found), doc)
+    return Tool(name, letter, [Param(n, "integer" if i else "string", not o) for o, n, i in found], doc)
 
 
-_ALL = (
+TOOLS: dict[str, Tool] = {tool.name: tool for tool in (
     _tool("read", "r", "path [start#] [count#]", "Text of a file, or `count` of its lines from `start` on."),
     _tool("grep", "g", "pattern [path] [numbers#]", "Lines that match a regular expression, as path:text, "
           "or with numbers=1 as path:line:text."),
@@ -192,13 +195,12 @@ _ALL = (
     _tool("search", "s", "query", "Files whose words fit the query best, each with its best line."),
     _tool("todo", "t", "[item] [done#]", "Add a to-do item, mark it with done=1, or (no item) list them."),
     _tool("web_search", "u", "query", "Search the web pages that this task may see."),
-)  # fmt: skip
-TOOLS: dict[str, Tool] = {tool.name: tool for tool in _ALL}
-_BY_LETTER = {tool.letter: tool for tool in _ALL}
+)}  # fmt: skip
+_BY_LETTER = {tool.letter: tool for tool in TOOLS.values()}
 
 
 def find(name: str) -> Tool:
-    """The tool of that name or letter."""
+    """The tool of that name or letter; a ValueError that lists them all if there is none."""
     tool = TOOLS.get(name) or _BY_LETTER.get(name)
     if tool is None:
         raise ValueError(f"no tool {name!r}; there are {', '.join(TOOLS)}")
@@ -209,13 +211,18 @@ def schemas(names: Sequence[str]) -> list[dict]:
     """JSON schemas of the named tools in the function-calling convention of OpenAI's chat API."""
     out = []
     for tool in map(find, names):
-        properties = {p.name: {"type": p.kind} for p in tool.params}
-        required = [p.name for p in tool.params if p.required]
-        schema = {"type": "object", "properties": properties, "required": required}
-        schema["additionalProperties"] = False
-        function = {"name": tool.name, "description": tool.doc, "parameters": schema}
+        parameters = {
+            "type": "object",
+            "properties": {p.name: {"type": p.kind} for p in tool.params},
+            "required": [p.name for p in tool.params if p.required],
+            "additionalProperties": False,
+        }
+        function = {"name": tool.name, "description": tool.doc, "parameters": parameters}
         out.append({"type": "function", "function": function})
     return out
+
+
+_NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # surrogates that stand for no byte
 
 
 def bind(tool: Tool, args: Mapping[str, object] | Sequence[object], strict: bool) -> list:
@@ -236,7 +243,7 @@ def bind(tool: Tool, args: Mapping[str, object] | Sequence[object], strict: bool
         value = args.get(p.name)
         if p.kind == "string":
             value = str(value) if not strict and type(value) in (int, float, bool) else value
-            fits = type(value) is str and stands_for_bytes(value)
+            fits = type(value) is str and not _NO_BYTE.search(value)
         else:
             if type(value) is str and not (strict and named) and re.fullmatch("[0-9]{1,9}", value):
                 value = int(value)
@@ -247,15 +254,6 @@ def bind(tool: Tool, args: Mapping[str, object] | Sequence[object], strict: bool
     return values
 
 
-def stands_for_bytes(text: str) -> bool:
-    """False for a lone surrogate that no byte maps to: it would crash whoever encodes the text."""
-    try:
-        text.encode("utf-8", "surrogateescape")
-        return True
-    except UnicodeEncodeError:
-        return False
-
-
 # ---- 3. File tools, written once over a store of files: a dict out here, or the disk in there ------------
 
 
@@ -263,45 +261,39 @@ class Dict:
     """Files in memory that behave, as far as the tools can see, like the disk: folders, links, quotas."""
 
     def __init__(self, files: Mapping[str, File], limits: Limits):
-        self.files = {path: file for path, file in files.items() if not stat.S_ISDIR(file.mode)}
-        self.folders, self.limits = {""}, limits
-        for path in files:
-            self.make_folders(posixpath.dirname(path) if path in self.files else path)
-        self.used = sum(len(file.data) for file in self.files.values())
+        self.limits, self.files = limits, {"": FOLDER}
+        for path, file in files.items():
+            self.make_folders(posixpath.dirname(path))
+            self.files[path] = file
+        self.used = sum(len(file.data) for file in files.values())
 
     def make_folders(self, path: str) -> None:
-        while path not in self.folders:
-            self.folders.add(path)
+        while path not in self.files:
+            self.files[path] = FOLDER
             path = posixpath.dirname(path)
 
     def kind(self, path: str) -> str:
         """"folder", "file", "link", or "" where nothing is."""
-        file = self.files.get(path)
-        if file is None:
-            return "folder" if path in self.folders else ""
-        return "link" if stat.S_ISLNK(file.mode) else "file"
+        return KINDS[stat.S_IFMT(self.files[path].mode)] if path in self.files else ""
 
     def target(self, path: str) -> str:
         """Where a link points to."""
         return os.fsdecode(self.files[path].data)
 
-    def load(self, path: str, most: int | None = None) -> tuple[bytes, int]:
-        """(the first `most` bytes of a file, or all; true size)."""
+    def load(self, path: str) -> bytes:
+        """All of a file."""
         data, mode = self.files[path]
         if not mode & 0o400:
             raise PermissionError(errno.EACCES, "")
-        return data[:most], len(data)
+        return data
 
     def save(self, path: str, data: bytes) -> None:
         """Create or replace a file, whole or not at all, and its parents; permissions stay."""
         old = self.files.get(path, File())
         if len(data) > self.limits.file_size:
             raise OSError(errno.EFBIG, "")
-        entries = len(self.files) + len(self.folders)
-        if self.used + len(data) > self.limits.disk or entries >= self.limits.inodes:
+        if self.used + len(data) > self.limits.disk or len(self.files) >= self.limits.inodes:
             raise OSError(errno.ENOSPC, "")
-        if any(len(os.fsencode(part)) > 255 for part in path.split("/")):
-            raise OSError(errno.ENAMETOOLONG, "")
         self.make_folders(posixpath.dirname(path))
         self.files[path] = File(data, old.mode)
         self.used += len(data) - len(old.data)
@@ -309,11 +301,7 @@ class Dict:
     def names(self, path: str) -> set[str]:
         """Names in a folder."""
         prefix = path + "/" if path else ""
-        inside = (p[len(prefix):] for p in (*self.files, *self.folders) if p.startswith(prefix))
-        return {name.split("/", 1)[0] for name in inside if name}
-
-
-_KINDS = {stat.S_IFDIR: "folder", stat.S_IFREG: "file", stat.S_IFLNK: "link"}
+        return {p[len(prefix):].split("/", 1)[0] for p in self.files if p.startswith(prefix)} - {""}
 
 
 class Disk:
@@ -325,29 +313,28 @@ class Disk:
 
     def kind(self, path: str) -> str:
         try:
-            return _KINDS.get(stat.S_IFMT(os.lstat(path or ".").st_mode), "odd")
+            return KINDS.get(stat.S_IFMT(os.lstat(path or ".").st_mode), "odd")
         except (FileNotFoundError, NotADirectoryError):
             return ""
 
     def target(self, path: str) -> str:
         return os.readlink(path)
 
-    def load(self, path: str, most: int | None = None) -> tuple[bytes, int]:
+    def load(self, path: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # were it a pipe after all, do not wait for a writer
         try:
-            size = os.fstat(fd).st_size
-            return os.read(fd, size if most is None else min(most, size)), size
+            return os.read(fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
     def save(self, path: str, data: bytes) -> None:
-        if "/" in path:
-            os.makedirs(posixpath.dirname(path), exist_ok=True)
+        make_folders(posixpath.dirname(path), {""})
         mode = stat.S_IMODE(os.lstat(path).st_mode) if os.path.lexists(path) else 0o644
-        fd = os.open(".~new", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        fd = os.open(".~new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         try:  # a temporary file and a rename, so that a full disk never cuts the old content
             write_all(fd, data)
-            os.fchmod(fd, mode)
+            if mode != 0o644:
+                os.fchmod(fd, mode)
             os.rename(".~new", path)
         except OSError:
             os.unlink(".~new")
@@ -357,6 +344,19 @@ class Disk:
 
     def names(self, path: str) -> list[str]:
         return os.listdir(path or ".")
+
+
+def make_folders(path: str, made: set[str]) -> None:
+    """Make a folder and its parents but for those `made`, where they are noted. os.makedirs calls itself for
+    each parent, and so many can stand in a path that the tool server would die of it."""
+    missing = []
+    while path not in made:
+        missing.append(path)
+        path = posixpath.dirname(path)
+    for folder in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+    made.update(missing)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -376,14 +376,16 @@ def place(store: Dict | Disk, path: str, want: str) -> str:
     or room for a "new" file. Links are not followed; the answer says where they lead."""
     if "\0" in path or len(path) > 4000:
         raise ToolError("args path")
-    full = posixpath.normpath(path if path.startswith("/") else f"{ROOT}/{path}") + "/"
-    if not full.startswith(ROOT + "/"):
+    full = posixpath.normpath(path if path.startswith("/") else f"{ROOT}/{path}")
+    if full != ROOT and not full.startswith(ROOT + "/"):
         raise ToolError("outside")
     here, kind = "", "folder"
-    for part in full[len(ROOT) + 1:-1].split("/") if len(full) > len(ROOT) + 1 else ():
+    for part in full[len(ROOT):].split("/")[1:]:
         if kind not in ("folder", ""):
             raise ToolError("not a folder")
-        here = f"{here}/{part}" if here else part
+        if len(os.fsencode(part)) > 255:
+            raise ToolError("name too long")
+        here = posixpath.join(here, part)
         kind = store.kind(here)
         if kind == "link":
             raise ToolError(f"link to {show_name(store.target(here))}")
@@ -394,14 +396,12 @@ def place(store: Dict | Disk, path: str, want: str) -> str:
 
 def tool_read(store: Dict | Disk, path: str, start: int | None, count: int | None) -> str:
     """The text as it is; after `limits.output` bytes it is cut, with a note of the true size."""
-    path, most, whole = place(store, path, "file"), store.limits.output, start is None and count is None
-    data, size = store.load(path, most + 1 if whole else None)
+    data, most = store.load(place(store, path, "file")), store.limits.output
     if b"\0" in data:
-        raise ToolError(f"binary {size} bytes")
-    if not whole:
+        raise ToolError(f"binary {len(data)} bytes")
+    if (start, count) != (None, None):
         data = b"".join(data.splitlines(keepends=True)[max(start or 1, 1) - 1:][:count])
-        size = len(data)
-    return show(data[:most]) + (f"\n[{most} of {size} bytes]" if size > most else "")
+    return show(data[:most]) + (f"\n[{most} of {len(data)} bytes]" if len(data) > most else "")
 
 
 def tool_write(store: Dict | Disk, path: str, text: str) -> str:
@@ -417,7 +417,7 @@ def tool_edit(store: Dict | Disk, path: str, old: str, new: str) -> str:
         raise ToolError("args old is empty")
     if before == after:
         raise ToolError("same")
-    data, _ = store.load(path)
+    data = store.load(path)
     at = data.find(before)
     if at < 0 or data.find(before, at + 1) >= 0:  # overlapping matches are two
         raise ToolError(f"{0 if at < 0 else max(data.count(before), 2)} matches")
@@ -445,39 +445,41 @@ def walk(store: Dict | Disk, path: str) -> Iterator[str]:
             pending += [posixpath.join(here, name) for name in sorted(store.names(here), reverse=True)]
 
 
-def tool_grep(store: Dict | Disk, pattern: str, path: str | None, numbers: int | None) -> str:
-    """Lines in order of path; binary and unreadable files are skipped; nothing found is an empty answer."""
-    try:
-        regex = re.compile(os.fsencode(pattern))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ToolError(f"pattern: {error}"[:80]) from None
-    out, size, work = [], 0, 0.0
-    for name in walk(store, place(store, path or ".", "any")):
-        try:
-            data, _ = store.load(name)
-        except PermissionError:
-            continue
-        for number, line in enumerate(data.splitlines() if b"\0" not in data else (), 1):
-            work += steps(pattern, len(line)) if isinstance(store, Dict) else 0.0
-            if work > MOST_STEPS:
-                raise ToolError(TOO_SLOW)
-            if size <= store.limits.output and regex.search(line):
-                out.append(f"{show_name(name)}:{f'{number}:' if numbers else ''}{show(line[:300])}")
-                size += len(out[-1]) + 1
-    return cut("\n".join(out), store.limits.output)
-
-
 MOST_STEPS, TOO_SLOW = 2e8, "pattern: too slow"  # `re` takes a second or two for so many
 
 
-def steps(pattern: str, length: int) -> float:
-    """A bound on the backtracking of a pattern in a line: length ^ (1 + repeats); ∞ if a group is repeated.
+def tool_grep(store: Dict | Disk, pattern: str, path: str | None, numbers: int | None) -> str:
+    """Lines in order of path; binary and unreadable files are skipped; nothing found is an empty answer."""
+    try:
+        search = re.compile(os.fsencode(pattern)).search
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ToolError(f"pattern: {error}"[:80]) from None
+    # Nothing interrupts `re` outside of the main thread, where Memory may well be called, so there a bomb
+    # such as (a+)+$ is refused beforehand. The tool server has a main thread, and an alarm.
+    power, work = growth(pattern) if isinstance(store, Dict) else 0, 0.0
+    out, size, most = [], 0, store.limits.output
+    for name in walk(store, place(store, path or ".", "any")):
+        try:
+            data = store.load(name)
+        except PermissionError:
+            continue
+        lines = data.splitlines() if b"\0" not in data else []
+        work += sum(float(len(line)) ** power for line in lines) if power else 0
+        if work > MOST_STEPS:
+            raise ToolError(TOO_SLOW)
+        if size > most:
+            continue  # what is shown is full, but whether a pattern is refused must not depend on that
+        found = ((number, line) for number, line in enumerate(lines, 1) if search(line))
+        for number, line in islice(found, most):
+            out.append(f"{show_name(name)}:{f'{number}:' if numbers else ''}{show(line[:300])}")
+            size += len(out[-1]) + 1
+    return cut("\n".join(out), most)
 
-    Nothing interrupts Python's `re` outside of the main thread, where Memory may well be called, so a bomb
-    such as (a+)+$ is refused beforehand there. The tool server has a main thread, and an alarm."""
-    if re.search(r"\)[*+?{]", pattern):
-        return math.inf
-    return float(length) ** min(1 + len(re.findall(r"[*+?{]", pattern)), 100)
+
+def growth(pattern: str) -> float:
+    """p such that a backtracking match of a line takes at most about length ^ p steps: 1 + the number of
+    repeats; ∞ if a group is repeated."""
+    return math.inf if re.search(r"\)[*+?{]", pattern) else min(1 + len(re.findall(r"[*+?{]", pattern)), 30)
 
 
 FILE_TOOLS: dict[str, Callable[..., str]] = {
@@ -501,11 +503,10 @@ def file_tool(store: Dict | Disk, name: str, args: Sequence[object]) -> list:
 # ---- 4. Tools outside of the workspace, and what both kinds of workspace share ---------------------------
 
 MOST_CHECK = 1 << 20  # characters that a check may answer
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")  # snake_case and CamelCase are taken apart
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words; snake_case and CamelCase are taken apart."""
     return [word.lower() for word in _WORD.findall(text)]
 
 
@@ -558,10 +559,14 @@ def run_check(source: str, files: dict[str, str]) -> list:
 
 
 def as_file(path: str, value: str | bytes | File) -> File:
-    """The content of a task's file, whose path is checked."""
+    """A task's file, whose path and kind are checked."""
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise ValueError(f"file name {path!r}: give a relative path without empty, '.' or '..' parts")
-    return value if isinstance(value, File) else File(os.fsencode(value))
+    if not isinstance(value, File):
+        return File(os.fsencode(value))
+    if stat.S_IFMT(value.mode) not in KINDS:
+        raise ValueError(f"{path!r} has mode {value.mode:#o}: only files, folders and links are kept")
+    return value
 
 
 class Workspace:
@@ -582,7 +587,8 @@ class Workspace:
         self._open({path: as_file(path, value) for path, value in sorted(files.items())})
 
     def call(self, tool: str, args: Mapping[str, object] | Sequence[object] = ()) -> Result:
-        """One tool call, by name or letter, with named or positional arguments: always one result."""
+        """One tool call, by name or letter, with named or positional arguments: always one result. Raises
+        ValueError after `close`, and in a Sandbox SandboxDied."""
         if self._closed:
             raise ValueError("this workspace is closed")
         found = (TOOLS.get(tool) or _BY_LETTER.get(tool)) if isinstance(tool, str) else None
@@ -657,10 +663,9 @@ class Memory(Workspace):
 
     def snapshot(self) -> Snapshot:
         """All files as they are now."""
-        files, folders = self._store.files, self._store.folders
-        full = {posixpath.dirname(path) for path in (*files, *folders)}
-        empty = {path: File(b"", stat.S_IFDIR | 0o755) for path in folders - full if path}
-        return Snapshot(sorted((files | empty).items()))
+        files = self._store.files
+        full = {"", *(posixpath.dirname(path) for path in files)}
+        return Snapshot(sorted((p, f) for p, f in files.items() if f != FOLDER or p not in full))
 
     def close(self) -> None:
         """Refuses further calls; there is nothing to release."""
@@ -711,13 +716,14 @@ def pack(files: Mapping[str, File]) -> tuple[list, bytes]:
 
 
 def unpack(index: list, payload: bytes) -> Snapshot:
-    """The other way; if the sender lies it is a ValueError or TypeError."""
+    """The other way. The sender may be hostile: what is no such list is a ValueError or TypeError."""
     files, at = {}, 0
     for path, mode, size in index:
-        if type(size) is not int or not 0 <= size <= len(payload) - at or not stands_for_bytes(path):
+        if [type(path), type(mode), type(size)] != [str, int, int] or _NO_BYTE.search(path):
             raise ValueError("wrong entry in a snapshot")
-        file = File(payload[at:at + size], stat.S_IFMT(mode) | stat.S_IMODE(mode))
-        files[path] = as_file(path, file)
+        if not 0 <= size <= len(payload) - at or not 0 <= mode < 1 << 16:
+            raise ValueError("wrong number in a snapshot")
+        files[path] = as_file(path, File(payload[at:at + size], mode))
         at += size
     return Snapshot(sorted(files.items()))
 
@@ -730,40 +736,46 @@ PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38  # of prctl(2)
 SPARE_UID = 64998  # who a workspace is if the trainer is root: root is exempt from the limit on processes
 _C = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the interpreter lock: the zygote has one thread
 
-# Refused with EPERM: name -> number on (x86_64, aarch64). `socket` covers vsock and abstract names, which a
-# network namespace does not hold; memfd and shared memory escape the limits, io_uring the filter; at a FIFO
-# (mknod) readers hang.
+# Refused with EPERM: name -> number on (x86_64, aarch64). `socket` covers vsock, which a network namespace
+# does not hold; bind and connect would make half a socketpair a mailbox with an abstract name; memfd and
+# shared memory escape the limits, io_uring the filter; at a FIFO (mknod) readers hang.
 DENIED = {
-    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272), "mount": (165, 40),
-    "umount2": (166, 39), "chroot": (161, 51), "pivot_root": (155, 41), "unshare": (272, 97),
-    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180), "mknod": (133, 33), "mknodat": (259, 33),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "personality": (135, 92),
-    "kexec_load": (246, 104), "init_module": (175, 105), "finit_module": (313, 273), "syslog": (103, 116),
-    "fanotify_init": (300, 262), "quotactl": (179, 60), "acct": (163, 89),
+    "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272), "mount": (165, 40), "umount2": (166, 39), "chroot": (161, 51),
+    "pivot_root": (155, 41), "unshare": (272, 97), "setns": (308, 268), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "mknod": (133, 33),
+    "mknodat": (259, 33), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "personality": (135, 92), "kexec_load": (246, 104), "init_module": (175, 105),
+    "finit_module": (313, 273), "syslog": (103, 116), "fanotify_init": (300, 262), "quotactl": (179, 60),
+    "acct": (163, 89),
 }  # fmt: skip
 
 
 def filter_program(machine: str) -> bytes:
     """The seccomp filter as classic BPF. An instruction is (code, skip if true, skip if false, constant). It
-    can load: at 0 the number of the call, at 4 the architecture, at 16 the low half of the first argument."""
-    numbers = {"x86_64": (0xC000003E, 56, 302, 0), "aarch64": (0xC00000B7, 220, 261, 1)}
-    arch, clone, prlimit, column = numbers[machine]
-    load, equal, at_least, has_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    kill, allow, eperm, enosys = 0x80000000, 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    code = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 1 << 30), (give, 0, 0, kill)]  # x32: the same calls under other numbers
-    code += [(equal, 0, 1, 435), (give, 0, 0, enosys)]  # clone3 hides its flags; libc falls back to clone
-    # no new namespaces; prlimit only of oneself, not of the tool server
-    for call, test in ((clone, (has_bit, 0, 1, 0x7E020000)), (prlimit, (equal, 1, 0, 0))):
-        code += [(equal, 0, 4, call), (load, 0, 0, 16), test, (give, 0, 0, eperm), (give, 0, 0, allow)]
-    code += [(equal, len(DENIED) - i, 0, pair[column]) for i, pair in enumerate(DENIED.values())]
-    return b"".join(struct.pack("HBBI", *line) for line in [*code, (give, 0, 0, allow), (give, 0, 0, eperm)])
+    can load: at 0 the number of the call, at 4 the architecture, at 16 and 24 halves of two arguments."""
+    column = ("x86_64", "aarch64").index(machine)
+    arch, clone, prlimit, pair = ((0xC000003E, 56, 302, 53), (0xC00000B7, 220, 261, 199))[column]
+    load, equal, at_least, has_bit, keep, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+    allow, kill = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x80000000)
+    eperm, enosys = (give, 0, 0, 0x50000 | errno.EPERM), (give, 0, 0, 0x50000 | errno.ENOSYS)
+    code = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
+    code += [(at_least, 0, 1, 1 << 30), kill]  # x32: the same calls under other numbers
+    code += [(equal, 0, 1, 435), enosys]  # clone3 hides its flags; libc falls back to clone
+    for call, *test in (
+        (clone, (load, 0, 0, 16), (has_bit, 0, 1, 0x7E020000)),  # no new namespaces
+        (prlimit, (load, 0, 0, 16), (equal, 1, 0, 0)),  # only of oneself, not of the tool server
+        # streams (1) only: a datagram socket loses its partner when that is closed, and gets a name by itself
+        (pair, (load, 0, 0, 24), (keep, 0, 0, 0xF), (equal, 1, 0, 1)),
+    ):
+        code += [(equal, 0, len(test) + 2, call), *test, eperm, allow]
+    code += [(equal, len(DENIED) - i, 0, numbers[column]) for i, numbers in enumerate(DENIED.values())]
+    return b"".join(struct.pack("HBBI", *line) for line in [*code, allow, eperm])
 
 
 def libc(step: str, name: str, *args: object) -> None:
@@ -902,30 +914,18 @@ def zygote(control_fd: int) -> None:
         if not message:
             os._exit(0)
         try:
-            limits, sealed = read_order(message)
+            limits, sealed = json.loads(message)
             child = fork_into_pids(own_pids)
             if not child:
                 control.close()
                 os.close(own_pids)
-                enter(fds[0], proc, root, limits, sealed, program)
+                enter(fds[0], proc, root, Limits(**limits), sealed, program)
             handle = os.pidfd_open(child)  # unlike its number, this never comes to mean another process
             socket.send_fds(control, [b"[]"], [handle])
             os.close(handle)
         except OSError as error:
             control.send(json.dumps(trouble(error)).encode())
         os.close(fds[0])
-
-
-@functools.cache
-def write_order(limits: Limits, sealed: tuple[str, ...]) -> bytes:
-    """What the zygote is told of a new workspace; most orders are alike."""
-    return json.dumps([asdict(limits), sealed]).encode()
-
-
-@functools.cache
-def read_order(message: bytes) -> tuple[Limits, list[str]]:
-    limits, sealed = json.loads(message)
-    return Limits(**limits), sealed
 
 
 def fork_into_pids(own_pids: int) -> int:
@@ -973,9 +973,12 @@ def enter(sock: int, proc: int, root: bool, limits: Limits, sealed: list[str], p
         libc("seccomp", "prctl", SECCOMP, 2, where, 0, 0)
         Server(sock, limits).serve()
     except OSError as error:
-        send(sock, ["unavailable", *trouble(error)])
+        send(sock, [False, trouble(error)])
     finally:
         os._exit(1)
+
+
+NEEDED = {stat.S_IFDIR: 0o700, stat.S_IFREG: 0o400}  # permissions without which one's own cannot be read
 
 
 class Server:
@@ -1022,10 +1025,7 @@ class Server:
         try:
             for path, mode, size in index:
                 data, at = payload[at:at + size], at + size
-                folder = path if stat.S_ISDIR(mode) else posixpath.dirname(path)
-                if folder not in made:
-                    os.makedirs(folder, exist_ok=True)
-                    made.add(folder)
+                make_folders(path if stat.S_ISDIR(mode) else posixpath.dirname(path), made)
                 if stat.S_ISDIR(mode):
                     folders.append((path, mode))
                 elif stat.S_ISLNK(mode):
@@ -1045,32 +1045,29 @@ class Server:
     def files(self) -> Snapshot:
         """All that is here. What was made unreadable is read all the same: hiding must not pay at grading."""
         files, pending, lent, size, names = {}, [""], [], 0, 0
-
-        def lend(path: str, mode: int, need: int) -> None:
-            if mode & need != need:
-                os.chmod(path, stat.S_IMODE(mode) | need)
-                lent.append((path, mode))
-
         try:
             while pending:
-                here = pending.pop()
-                mode = os.lstat(here or ".").st_mode
-                lend(here or ".", mode, 0o700)
-                inside = [posixpath.join(here, name) for name in os.listdir(here or ".")]
-                if here and (not inside or mode != stat.S_IFDIR | 0o755):  # others follow from the files
-                    files[here] = File(b"", mode)
-                for path in inside:
-                    info = os.lstat(path)
-                    size, names = size + info.st_size, names + len(path)
-                    if size > self.limits.disk + (1 << 20) or names > MOST_HEADER // 8:
-                        raise TooBig  # sparse files and hard links take no room here, but would out there
-                    if stat.S_ISDIR(info.st_mode):
-                        pending.append(path)
-                    elif stat.S_ISLNK(info.st_mode):
-                        files[path] = File(os.fsencode(os.readlink(path)), info.st_mode)
-                    elif stat.S_ISREG(info.st_mode):
-                        lend(path, info.st_mode, 0o400)
-                        files[path] = File(self.store.load(path)[0], info.st_mode)
+                path = pending.pop()
+                info = os.lstat(path or ".")
+                mode, kind, data = info.st_mode, stat.S_IFMT(info.st_mode), b""
+                size, names = size + info.st_size, names + len(path)
+                if size > self.limits.disk + (1 << 20) or names > MOST_HEADER // 8:
+                    raise TooBig  # sparse files and hard links take no room here, but would out there
+                if (need := NEEDED.get(kind, 0)) & ~mode:
+                    os.chmod(path or ".", stat.S_IMODE(mode) | need)
+                    lent.append((path or ".", mode))
+                if kind == stat.S_IFDIR:
+                    inside = [posixpath.join(path, name) for name in os.listdir(path or ".")]
+                    pending += inside
+                    if not path or (inside and mode == FOLDER.mode):
+                        continue  # follows from the files in it
+                elif kind == stat.S_IFLNK:
+                    data = os.fsencode(os.readlink(path))
+                elif kind == stat.S_IFREG:
+                    data = self.store.load(path)
+                else:
+                    continue
+                files[path] = File(data, mode)
         finally:
             for path, mode in reversed(lent):
                 os.chmod(path, stat.S_IMODE(mode))
@@ -1124,23 +1121,23 @@ class Server:
         os.close(writer)
         output, wrong = self.collect(pid, reader, 8 * MOST_CHECK)
         try:
-            ok, text = json.loads(output)
-            wrong = wrong or ("" if type(ok) is bool and type(text) is str else "exit 0")
-        except (ValueError, TypeError, RecursionError):
-            wrong = wrong or "exit 0"
-        return [False, f"!{wrong}"] if wrong else [ok, text]
+            answer = checked(json.loads(output), str)
+        except (ValueError, TypeError, RecursionError):  # it left early, or what it ran wrote here
+            answer = [False, "!exit 0"]
+        return [False, f"!{wrong}"] if wrong else answer
 
     def collect(self, pid: int, reader: int, most: int) -> tuple[bytes, str]:
         """(output of a child: head, true size, tail; what went wrong or ""). Until the child ends or time is
         up; then kills what is left, as a daemon may hold the pipe open, and only then reads to the end."""
-        head, tail, total, half = bytearray(), b"", 0, most // 2
+        kept, total, half = bytearray(), 0, most // 2
 
         def read() -> int:
-            nonlocal tail, total
+            nonlocal total
             chunk = os.read(reader, 1 << 16)
+            kept.extend(chunk)
             total += len(chunk)
-            head.extend(chunk[:max(most - len(head), 0)])
-            tail = (tail + chunk)[-half:]
+            if total > most:
+                del kept[half:len(kept) - half]
             return len(chunk)
 
         watch, poll, deadline = os.pidfd_open(pid), select.poll(), time.monotonic() + self.limits.wall
@@ -1157,24 +1154,32 @@ class Server:
         os.close(reader)
         os.close(watch)
         if total > most:
-            head = head[:half] + f"\n[{2 * half} of {total} bytes]\n".encode() + tail
+            kept[half:half] = f"\n[{2 * half} of {total} bytes]\n".encode()
         wrong = f"exit {code}" if code > 0 else f"signal {-code}" if code else ""
-        return bytes(head), wrong if watch in ready else f"timeout {self.limits.wall:g} s"
+        return bytes(kept), wrong if watch in ready else f"timeout {self.limits.wall:g} s"
 
 
 def kill_all(pid: int) -> int:
     """Kill all but PID 1, reap them; the exit status of `pid`."""
     status = os.waitpid(pid, os.WNOHANG)[1]  # before the kill, for the true status
     while True:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         try:
             found, code = os.waitpid(-1, 0)  # orphans too: they are given to PID 1
         except ChildProcessError:
             return status
         status = code if found == pid else status
+
+
+def checked(answer: object, *kinds: type) -> list:
+    """[ok, value] with a value of one of these types; ValueError or TypeError if that is not its shape."""
+    ok, value = answer
+    if type(ok) is not bool or type(value) not in kinds:
+        raise ValueError("answer of a wrong shape")
+    if type(value) is str:
+        value.encode()  # a ValueError if it is no text
+    return [ok, value]
 
 
 # ---- 7. Outside: the trainer's side ----------------------------------------------------------------------
@@ -1229,8 +1234,8 @@ class Zygote:
             raise unavailable(*problem)
         return fds
 
-    def new(self, limits: Limits, sealed: tuple[str, ...]) -> tuple[int, int]:
-        """A new workspace: (its socket, the pidfd of its PID 1)."""
+    def new(self, limits: Limits, sealed: Sequence[str]) -> tuple[int, int]:
+        """A new workspace, in which these paths are hidden: (its socket, the pidfd of its PID 1)."""
         ours, theirs = socket.socketpair()
         timeout = struct.pack("ll", *divmod(int((limits.wall + limits.patience) * 1e6), 10**6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -1240,7 +1245,8 @@ class Zygote:
                 self.close()
                 raise SandboxDied("the zygote was interrupted")
             self.waiting = True
-            socket.send_fds(self.control, [write_order(limits, sealed)], [theirs.fileno()])
+            order = json.dumps([vars(limits), sealed]).encode()
+            socket.send_fds(self.control, [order], [theirs.fileno()])
             handles = self.answer()
             if not handles:  # the kernel drops a descriptor for which this process has no number left
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -1269,13 +1275,11 @@ def zygote_of_this_process() -> Zygote:
 def end(sock: int, pidfd: int, owner: int) -> None:
     """Kill a workspace: SIGKILL to PID 1 of a pid namespace ends all in it. Waits until that is done."""
     if os.getpid() == owner:  # not in a forked child of the trainer: it does not own the workspace
-        try:
+        with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
             poll.poll(10_000)
-        except ProcessLookupError:
-            pass
     os.close(pidfd)
     os.close(sock)
 
@@ -1288,7 +1292,7 @@ class Sandbox(Workspace):
         self._lock, self._first = allocate_lock(), files
         self._log: list[tuple[tuple, list]] = []  # requests and answers since the start
         self._ran = False  # has a command run in here?
-        self._hide = tuple(path for module in self.sealed for path in sealed_paths(module))
+        self._hide = [path for module in self.sealed for path in sealed_paths(module)]
         try:
             self._start()
         except SandboxDied:
@@ -1306,7 +1310,7 @@ class Sandbox(Workspace):
         (good, why), _ = self._ask("put", index, payload=payload)
         if not good:
             self._drop()
-            raise TooBig(f"the files do not fit in the workspace: {why}")
+            raise unavailable(*why) if type(why) is list else TooBig(f"the files do not fit: {why}")
 
     def _drop(self) -> None:
         """Kill the workspace and forget its descriptors, whose numbers may soon mean others."""
@@ -1316,27 +1320,17 @@ class Sandbox(Workspace):
     def _ask(self, *request: object, payload: bytes = b"", most: int = 0) -> tuple[list, bytes]:
         """One request and its answer. A command runs as the same user as the server, so its answers are not
         trusted: size, shape and silence are checked. A breach ends it, as does an interrupt in between."""
-        answer = None
+        kinds = {"put": (str, list), "snapshot": (list,)}.get(request[0], (str,))
         try:
-            try:
+            with suppress(BrokenPipeError):  # it may have said why before it went
                 send(self._sock, request, payload)
-            except BrokenPipeError:
-                pass  # it may have said why before it went
-            (good, *rest), blob = receive(self._sock, most, self.limits.wall + self.limits.patience)
-            if good == "unavailable" and request[0] == "put":
-                raise unavailable(*rest)
-            (value,) = rest
-            if type(good) is not bool or type(value) is not (list if request[0] == "snapshot" else str):
-                raise ValueError("answer of a wrong shape")
-            if type(value) is str:
-                value.encode()  # a ValueError if it is no text
-            answer = [good, value]
-            return answer, blob
-        except (OSError, EOFError, ValueError, TypeError, RecursionError) as error:
+            answer, blob = receive(self._sock, most, self.limits.wall + self.limits.patience)
+            return checked(answer, *kinds), blob
+        except BaseException as error:
+            self._drop()
+            if not isinstance(error, (OSError, EOFError, ValueError, TypeError, RecursionError)):
+                raise
             raise SandboxDied(f"workspace lost: {type(error).__name__} {error}"[:200], self._ran) from None
-        finally:
-            if answer is None:
-                self._drop()
 
     def _retry(self, *request: object, most: int = 0) -> tuple[list, bytes]:
         """Ask; should the workspace die, ask once more in a fresh one that has repeated all calls so far. If
@@ -1396,23 +1390,22 @@ def sealed_paths(module: str) -> list[str]:
 
 SELF_CHECK = '''
 import os, socket, time
+def bomb():
+    for _ in range(200):
+        if not os.fork():
+            time.sleep(60)
 def main(files):
-    wrong = []
-    def must_fail(what, act):
+    wrong = [] if os.getppid() == 1 else ["no process namespace"]
+    for what, act in (("the network is open", socket.socket),
+                      ("files of the host are visible", lambda: os.stat(files["marker"])),
+                      ("the system can be written", lambda: open("/usr/bin/x", "w")),
+                      ("processes are not limited", bomb)):
         try:
             act()
+            wrong.append(what)
         except OSError:
-            return
-        wrong.append(what)
-    def bomb():
-        for _ in range(200):
-            if not os.fork():
-                time.sleep(60)
-    must_fail("the network is open", socket.socket)
-    must_fail("files of the host are visible", lambda: os.stat(files["marker"]))
-    must_fail("the system can be written", lambda: open("/usr/bin/x", "w"))
-    must_fail("processes are not limited", bomb)
-    return "; ".join(wrong + ["no process namespace"] * (os.getppid() != 1))
+            pass
+    return "; ".join(wrong)
 '''
 
 
@@ -1463,6 +1456,14 @@ def demo() -> None:
             print(f"  {name:15}{(time.monotonic() - start) * 1e3:7.0f} ms  {cut(text, 90)!r}")
 
 
+def mean_ms(act: Callable[[], object], count: int = 1) -> float:
+    """Milliseconds that it takes."""
+    start = time.perf_counter()
+    for _ in range(count):
+        act()
+    return (time.perf_counter() - start) / count * 1e3
+
+
 def floors(count: int = 100) -> None:
     """Prints what no workspace and no call can beat, in milliseconds: fork and exit of a process like the
     zygote; the same with the namespaces; a byte there and back between processes. Needs its own process."""
@@ -1470,27 +1471,20 @@ def floors(count: int = 100) -> None:
     proc, own_pids, root = become_zygote(control)
     gc.freeze()
 
-    def milliseconds(fork: Callable[[], int], child: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            pid = fork()
-            if not pid:
-                child()
-                os._exit(0)
-            os.waitpid(pid, 0)
-        return (time.perf_counter() - start) / count * 1e3
+    def born(namespaces: bool) -> None:
+        pid = fork_into_pids(own_pids) if namespaces else os.fork()
+        if not pid:
+            if namespaces:
+                enter_namespaces(proc, root, Limits())
+            os._exit(0)
+        os.waitpid(pid, 0)
 
-    plain = milliseconds(os.fork, lambda: None)
-    spaces = milliseconds(lambda: fork_into_pids(own_pids), lambda: enter_namespaces(proc, root, Limits()))
+    forks = [mean_ms(lambda: born(False), count), mean_ms(lambda: born(True), count)]
     if not os.fork():
         while control.send(control.recv(1)):
             pass
     control.close()
-    start = time.perf_counter()
-    for _ in range(10 * count):
-        other.send(b"x")
-        other.recv(1)
-    print([plain, spaces, (time.perf_counter() - start) / (10 * count) * 1e3])
+    print([*forks, mean_ms(lambda: other.send(b"x") and other.recv(1), 10 * count)])
 
 
 def bench() -> None:
@@ -1503,38 +1497,29 @@ def bench() -> None:
     check = "def main(files, names={}):\n    exec(files['src/m1.py'], names)\n    return str(names['value'])"
     turns = (("read", "src/m1.py"), ("read", "src/m2.py"), ("run", "grep -rn 'value = 3' src"),
              ("write", "src/m1.py", "value = 7\n"), ("check",))  # fmt: skip
+    calls = (("read", ["src/m1.py"]), ("write", ["src/m1.py", "value = 1\n"]), ("ls",), ("grep", ["= 3"]))
 
-    def cycle(_: int = 0) -> None:
+    def cycle() -> None:
         Sandbox(files).close()
 
-    def episode(_: int) -> None:
+    def episode() -> None:
         with Sandbox(files, check=check) as box:
             assert all(box.call(tool, args).ok for tool, *args in turns)
             box.snapshot()
 
-    def rate(act: Callable[[int], None], count: int) -> float:
-        start = time.perf_counter()
+    def rate(act: Callable[[], None], count: int) -> float:
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(act, range(count)))
-        return count / (time.perf_counter() - start)
+            return 1e3 * count / mean_ms(lambda: list(pool.map(lambda _: act(), range(count))))
 
-    def free_mb() -> float:
+    def free_mb() -> float:  # the system's view: counts kernel memory too
         with open("/proc/meminfo") as file:
             return int(re.search(r"MemAvailable: +(\d+)", file.read())[1]) / 1024
 
-    def call_ms(count: int = 600) -> float:
-        times, path = [], ["src/m1.py"]
-        calls = (("write", [*path, "value = 1\n"]), ("read", path), ("ls", []), ("grep", ["= 3"]))
-        with Sandbox(files) as box:
-            for i in range(count):
-                start = time.perf_counter()
-                assert box.call(*calls[i % 4]).ok
-                times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times)
-
     cycle()
-    out = {"cycles_per_s": rate(cycle, 600), "episodes_per_s": rate(episode, 300), "tool_call_ms": call_ms()}
-    before = free_mb()  # the system's view: counts kernel memory too
+    out = {"cycles_per_s": rate(cycle, 600), "episodes_per_s": rate(episode, 300)}
+    with Sandbox(files) as box:
+        out["tool_call_ms"] = statistics.median(mean_ms(lambda: box.call(*call)) for call in calls * 150)
+    before = free_mb()
     boxes = [Sandbox(files) for _ in range(100)]
     out["mb_per_100"] = before - free_mb()
     for box in boxes:
@@ -1543,6 +1528,8 @@ def bench() -> None:
     out |= zip(("fork_floor_ms", "namespace_floor_ms", "round_trip_floor_ms"), json.loads(floor), strict=True)
     for name, value in out.items():
         print(f"  {name:20}{value:9.3f}")
+    share = out["cycles_per_s"] * out["namespace_floor_ms"] / 1e3
+    print(f"  cycles are {share:.2f} of what fork and namespaces alone would do one after another")
     print(json.dumps({name: round(value, 3) for name, value in out.items()}))
 
 

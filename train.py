@@ -133,7 +133,8 @@ class Config:
     n_mtp: int = 1
     sft_accuracy: float = 0.3  # share of right choices in the last demonstrations
     sft_careful: float = 0.72  # share of the phase in which every demonstration is right
-    sft_code: int = 12  # every n-th sample is a piece of code, so that it is not forgotten; 0: none
+    sft_code: int = 12  # every n-th task is joined by a piece of code, so that it is not forgotten; 0: none
+    sft_recall: int = 4  # and every n-th by a file whose lines are asked for by name (pretrain.py); 0: none
     weight_decay: float = 0.05
     eval_tasks: int = 24  # per family
     eval_samples: int = 8
@@ -862,6 +863,10 @@ def demonstrations(run: Run, corpus: pretrain.Corpus, first: int) -> Iterator[tu
             if sample >= first:
                 (ids, _), *_ = corpus.row(index // c.sft_code, c.sft.length, c.seed + 3)
                 yield ids[:48].tolist(), [1] * len(ids[:48])  # short: code must not outweigh the turns
+            sample += 1
+        if c.sft_recall and index % c.sft_recall == 0:
+            if sample >= first:
+                yield pretrain.recall_document(run.protocol.tokenizer, f"{c.seed}/sft/{index}", 2 + index // 4 % 3, 8)
             sample += 1
         careful = sample < c.sft_careful * c.sft.steps * per_step
         task = bench.task(families[index % len(families)], "train", index, c.seed)

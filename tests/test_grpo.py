@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -330,16 +331,25 @@ def test_curriculum_draws_each_task_once_and_turns_to_the_costlier_families() ->
 
 def test_claims_are_exclusive_survive_use_and_die_with_their_sampler(tmp_path) -> None:
     a, b = grpo.Claims(tmp_path, "a"), grpo.Claims(tmp_path, "b")
-    order = lambda claims: iter(i for i in range(100) if i not in claims.taken())
-    stale = iter(range(100))  # an order made before the others claimed
-    got = [a.take(order(a)), b.take(order(b)), a.take(order(a)), b.take(stale)]
-    assert got == [0, 1, 2, 3]
+    order = lambda taken: (i for i in range(100) if i not in taken)
+    assert [c.take(4, order) for c in (a, b, a, b, a, b)] == [0, 1, 2, 3, None, None]
     grpo.write_file(grpo.group_path(tmp_path, 0, 0), {})
     (tmp_path / "used.json").write_text("[1]")
     again = grpo.Claims(tmp_path, "a")  # a died with task 2 unfinished
-    assert again.taken() == {0, 1, 3} and again.take(order(again)) == 2
-    grpo.Claims(tmp_path, "c", patience=-1.0)  # b has not been heard of for too long
+    assert again.taken() == {0, 1, 3} and again.take(4, order) == 2
+    grpo.Claims(tmp_path, "c", patience=-1.0)  # nobody has been heard of for too long
     assert grpo.Claims(tmp_path, "c").taken() == {0, 1}
+
+
+def test_no_claim_is_made_twice_nor_too_many_by_samplers_at_once(tmp_path) -> None:
+    samplers = [grpo.Claims(tmp_path, str(i)) for i in range(4)]
+
+    def work(claims: grpo.Claims) -> list[int | None]:
+        return [claims.take(30, lambda taken: (i for i in range(1000) if i not in taken)) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        got = [i for result in pool.map(work, samplers) for i in result if i is not None]
+    assert sorted(got) == list(range(30))
 
 
 def test_chain_ess_sees_what_token_ess_hides() -> None:

@@ -1,5 +1,7 @@
 """moe.py against a naive reference in float64, the worked values of the architecture, and its edges."""
 
+import importlib.util
+import json
 import math
 from dataclasses import replace
 from datetime import timedelta
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe
+import mtp
 
 SMALL = moe.Config(
     vocab_size=50,
@@ -33,6 +36,11 @@ SMALL = moe.Config(
 )
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def build(c: moe.Config = SMALL, seed: int = 0) -> moe.Transformer:
     model = moe.Transformer(c).double()
     model.reset_parameters(seed)
@@ -44,7 +52,7 @@ def norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def naive(model: moe.Transformer, tokens: list[int]) -> torch.Tensor:
-    """One token after the other, one head and one expert after the other; nothing shared with the module but weights."""
+    """One token, one head and one expert after the other; nothing shared with the module but weights."""
     c = model.config
     temperature = 0.1 * math.log(c.rope_factor) + 1
     scale = temperature**2 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
@@ -271,6 +279,586 @@ def test_a_nan_row_stays_alone() -> None:
         dirty = m(x, ctx, 0)
     keep = torch.tensor([0, 1, 3, 4])
     assert torch.isnan(dirty[0, 2]).all() and torch.allclose(dirty[0, keep], clean[0, keep])
+
+
+# ------------------------------------------------------------------------------- parity with transformers
+
+
+def theirs(c: moe.Config, experts: str = "eager"):
+    """transformers' DeepseekV3 of the same configuration, with weights and correction biases of its own."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+        vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers,
+        moe_intermediate_size=c.expert_dim, num_attention_heads=c.n_heads, num_key_value_heads=c.n_heads,
+        n_shared_experts=c.n_shared_experts, n_routed_experts=c.n_experts, n_group=1, topk_group=1,
+        num_experts_per_tok=c.n_experts_per_tok, first_k_dense_replace=c.n_dense_layers,
+        q_lora_rank=c.q_lora_rank, kv_lora_rank=c.kv_lora_rank, qk_rope_head_dim=c.qk_rope_head_dim,
+        qk_nope_head_dim=c.qk_nope_head_dim, v_head_dim=c.v_head_dim, max_position_embeddings=c.max_len,
+        rms_norm_eps=c.norm_eps, routed_scaling_factor=c.route_scale, num_mtp_layers=0, bos_token_id=None,
+        eos_token_id=None, initializer_range=0.2, experts_implementation=experts,
+        rope_parameters=dict(rope_type="yarn", rope_theta=c.rope_theta, factor=c.rope_factor, mscale=1.0,
+                             mscale_all_dim=1.0, original_max_position_embeddings=c.rope_original_len,
+                             beta_fast=c.rope_beta_fast, beta_slow=c.rope_beta_slow))).float()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.2, 0.2, c.n_experts))
+    return model
+
+
+def their_name(name: str) -> str:
+    name = name.replace("mlp.w_gate_up", "mlp.experts.gate_up_proj")
+    name = name.replace("mlp.w_down", "mlp.experts.down_proj")
+    return name if name.startswith("lm_head") else "model." + name
+
+
+@pytest.mark.parametrize("experts", ("eager", "grouped_mm"))
+def test_logits_and_gradients_equal_transformers(experts: str) -> None:
+    other, ours = theirs(SMALL, experts), moe.Transformer(SMALL)
+    state = other.state_dict()
+    ours.load_state_dict({name: state[their_name(name)] for name in ours.state_dict()})
+    tokens = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(0))
+    a, b = other(tokens).logits, ours.lm_head(ours(tokens))
+    assert (a - b).abs().max() < 2e-6 * a.abs().max()
+    for logits in (a, b):
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: p.grad for name, p in other.named_parameters()}
+    for name, p in ours.named_parameters():
+        want = gradients[their_name(name)]
+        assert want.abs().sum() > 0 and (p.grad - want).norm() < 1e-5 * want.norm(), name
+
+
+def test_checkpoints_of_transformers_are_read_and_ours_are_read_by_it(tmp_path) -> None:
+    other, tokens = theirs(SMALL), torch.arange(40).view(2, 20)
+    other.save_pretrained(tmp_path / "whole")
+    other.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    for folder in ("whole", "shards"):
+        ours = moe.Transformer(SMALL)
+        moe.load(ours, tmp_path / folder)
+        assert (ours.lm_head(ours(tokens)) - other(tokens).logits).abs().max() < 1e-5
+    ours.reset_parameters(3)
+    moe.save(tmp_path / "ours", dict(moe.public_views(ours)), 30_000)
+    (tmp_path / "ours" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    back = type(other).from_pretrained(tmp_path / "ours")
+    assert (ours.lm_head(ours(tokens)) - back(tokens).logits).abs().max() < 1e-5
+    safetensors = pytest.importorskip("safetensors.torch")
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        mine, official = moe.read_safetensors(file), safetensors.load_file(file)
+        assert mine.keys() == official.keys()
+        assert all(torch.equal(mine[name].tensor(), official[name]) for name in official)
+
+
+# --------------------------------------------------------------------------------------------- checkpoints
+
+
+def equal_states(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    b = b.state_dict()
+    return all(torch.equal(t, b[name]) for name, t in a.state_dict().items())
+
+
+def test_a_sharded_checkpoint_round_trips_bit_for_bit(tmp_path) -> None:
+    model = moe.Transformer(SMALL).bfloat16()
+    model.reset_parameters(1)
+    model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 6))
+    views = dict(moe.public_views(model))
+    moe.save(tmp_path, views, 10_000)
+    files = sorted(p.name for p in tmp_path.iterdir())
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files) - 1:05}.safetensors"
+    other = moe.Transformer(SMALL).bfloat16()
+    moe.load(other, tmp_path)
+    assert equal_states(model, other)
+    wide = moe.Transformer(SMALL)  # bf16 in the file, float32 in the model: exact
+    moe.load(wide, tmp_path)
+    assert torch.equal(wide.lm_head.weight, model.lm_head.weight.float())
+    checkpoint = moe.Checkpoint(tmp_path)
+    assert set(checkpoint) == set(views) and len(checkpoint) == len(views)
+    w = model.layers[2].mlp.w_gate_up[4]
+    assert torch.equal(checkpoint["model.layers.2.mlp.experts.4.up_proj.weight"], w[16:])
+    assert torch.equal(checkpoint["model.layers.2.mlp.experts.4.gate_proj.weight"], w[:16])
+    with pytest.raises(ValueError, match="already"):
+        moe.save(tmp_path, views)
+
+
+def pack_int4(w: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As compressed-tensors does, number by number: words, bf16 scales, and w as it must come back."""
+    rows, columns = w.shape
+    scale = (w.view(rows, -1, group).abs().amax(-1) / 7.5).bfloat16()
+    words, back = torch.zeros(rows, -(-columns // 8), dtype=torch.int64), torch.zeros_like(w)
+    for i in range(rows):
+        for j in range(columns):
+            s = float(scale[i, j // group])
+            q = max(-8, min(7, round(float(w[i, j]) / s)))
+            words[i, j // 8] |= (q + 8) << 4 * (j % 8)
+            back[i, j] = q * s
+    return words.to(torch.uint32).view(torch.int32), scale, back.bfloat16().float()
+
+
+def test_int4_worked_example() -> None:
+    word = torch.tensor([[0xFEA98710 - 2**32]], dtype=torch.int32)
+    out = moe.unpack_int4(word, torch.tensor([[0.5]]), torch.tensor([1, 8]))
+    assert out.tolist() == [[-4, -3.5, -0.5, 0, 0.5, 1, 3, 3.5]]
+    with pytest.raises(ValueError, match="1 x 9"):
+        moe.unpack_int4(word, torch.tensor([[0.5]]), torch.tensor([1, 9]))
+
+
+def test_kimi_k25_layout_with_int4_experts_and_a_vision_tower(tmp_path) -> None:
+    model = moe.Transformer(SMALL)
+    model.reset_parameters(2)
+    stored = {"vision_tower.patch.weight": torch.ones(3), "mm_projector.weight": torch.ones(2)}
+    for name, t in moe.public_views(model):
+        name = "language_model." + name
+        if ".experts." not in name:
+            stored[name] = t.clone() if name.endswith("bias") else t.bfloat16()
+            t.copy_(stored[name])  # what the file can hold
+            continue
+        packed, scale, back = pack_int4(t, 8)
+        shape = torch.tensor(t.shape, dtype=torch.int32)
+        stored |= {name + "_packed": packed, name + "_scale": scale, name + "_shape": shape}
+        t.copy_(back)
+    moe.save(tmp_path, stored, 15_000)
+    other = moe.Transformer(SMALL)
+    moe.load(other, tmp_path)
+    assert equal_states(model, other)
+    name = "model.layers.1.mlp.experts.0.down_proj.weight"
+    assert moe.Checkpoint(tmp_path).spec(name) == ((32, 16), torch.bfloat16)
+
+
+def test_fp8_blocks_are_scaled_one_by_one(tmp_path) -> None:
+    codes = torch.randn(150, 200).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0], [3.0, 0.5]])
+    moe.save(tmp_path, {"x.weight": codes, "x.weight_scale_inv": scale})
+    checkpoint = moe.Checkpoint(tmp_path)
+    w = checkpoint["x.weight"]
+    assert list(checkpoint) == ["x.weight"] and checkpoint.spec("x.weight") == ((150, 200), torch.bfloat16)
+    for i, j in ((0, 0), (127, 128), (128, 127), (149, 199)):
+        assert w[i, j] == (codes[i, j].float() * scale[i // 128, j // 128]).bfloat16()
+    with pytest.raises(ValueError, match=r"not \[2, 2\]"):
+        moe.unpack_fp8(codes, scale[:1])
+
+
+def test_a_rank_reads_only_its_experts(tmp_path) -> None:
+    model = moe.Transformer(SMALL)
+    model.reset_parameters(4)
+    moe.save(tmp_path, dict(moe.public_views(model)))
+    asked = []
+
+    class Watched(moe.Checkpoint):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    rank = moe.Transformer(SMALL)
+    for layer in rank.layers[1:]:
+        for name in ("w_gate_up", "w_down"):
+            setattr(layer.mlp, name, torch.nn.Parameter(getattr(layer.mlp, name)[:2].clone()))
+    moe.load(rank, Watched(tmp_path), range(2, 4))
+    assert torch.equal(rank.layers[2].mlp.w_down, model.layers[2].mlp.w_down[2:4])
+    assert torch.equal(rank.lm_head.weight, model.lm_head.weight)
+    assert {n.split(".experts.")[1].split(".")[0] for n in asked if ".experts." in n} == {"2", "3"}
+    with pytest.raises(ValueError, match="holds 2 experts, not the 6"):
+        moe.load(rank, tmp_path)
+
+
+def test_what_does_not_fit_is_one_error_and_changes_nothing(tmp_path) -> None:
+    model = moe.Transformer(SMALL)
+    model.reset_parameters(5)
+    good, untouched = dict(moe.public_views(model)), moe.Transformer(SMALL)
+    untouched.reset_parameters(6)
+
+    def refused(tensors: dict[str, torch.Tensor], message: str) -> None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        moe.save(folder, tensors)
+        other = moe.Transformer(SMALL)
+        other.load_state_dict(untouched.state_dict())
+        with pytest.raises(ValueError, match=message):
+            moe.load(other, folder)
+        assert equal_states(other, untouched)
+
+    head, norm = "lm_head.weight", "model.norm.weight"
+    part = {k: v for k, v in good.items() if ".2.self_attn" not in k}
+    refused(part, r"not in the checkpoint: 7 tensors: .*, …")
+    refused({k: v for k, v in good.items() if k != norm} | {"model.nrom.weight": good[norm]},
+            "model.norm.weight; not in the model: 1 tensors: model.nrom.weight")
+    refused(good | {head: good[head][:, :-1]}, r"lm_head.weight is \[50, 31\] .* and \[50, 32\] in the model")
+    refused(good | {norm: good[norm].double()}, "float64 in the checkpoint and torch.float32")
+    refused(good | {norm: good[norm].int()}, "int32 in the checkpoint")
+    refused({k: v[..., :1] for k, v in good.items()}, r"; and \d+ more")
+    refused(good | {"model.layers.1.mlp.experts.6.down_proj.weight": good[head]}, "experts.6.down_proj")
+    layer = {k.replace("layers.2", "layers.3"): v for k, v in good.items() if "layers.2" in k}
+    refused(good | layer, "not in the model: 32 tensors")  # one layer too many is not an MTP layer …
+    moe.save(tmp_path / "mtp", good | layer | {"model.layers.3.eh_proj.weight": torch.ones(2)})
+    moe.load(untouched, tmp_path / "mtp")  # … unless it says so
+    assert equal_states(untouched, model)
+
+
+def header(entries: dict, data: bytes = b"\0" * 8, pad: int = 0) -> bytes:
+    text = json.dumps(entries).encode() + b" " * pad
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: object = "F32", shape: object = (2,), at: object = (0, 8)) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": at}
+
+
+DAMAGED = {
+    "empty": b"", "a length only": (20).to_bytes(8, "little"), "length beyond the file": b"\xff" * 40,
+    "no JSON": header({"a": entry()}).replace(b"{", b"[", 1), "a list": (2).to_bytes(8, "little") + b"[]",
+    "cut off": header({"a": entry()})[:-1], "too long": header({"a": entry()}) + b"\0",
+    "unknown type": header({"a": entry("F7")}), "no shape": header({"a": {"dtype": "F32"}}),
+    "not UTF-8": header({"a": entry()}).replace(b"a", b"\xff", 1),
+    "size of another shape": header({"a": entry(shape=(3,))}),
+    "negative shape": header({"a": entry(shape=(-1, -2))}),
+    "overlap": header({"a": entry(), "b": entry(at=(4, 12))}, b"\0" * 12),
+    "gap": header({"a": entry(at=(4, 12))}, b"\0" * 12), "backwards": header({"a": entry(at=(8, 0))}),
+    "text for offsets": header({"a": entry(at="xy")}), "three offsets": header({"a": entry(at=(0, 8, 8))}),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_file_is_refused(what: str, tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DAMAGED[what])
+    with pytest.raises(ValueError, match="model.safetensors: "):
+        moe.read_safetensors(path)
+
+
+def test_any_cut_is_noticed_and_unaligned_files_are_read(tmp_path) -> None:
+    path, value = tmp_path / "x.safetensors", torch.randn(3, 5)
+    whole = {"b": torch.tensor([1, 2, 3], dtype=torch.uint8), "a": value, "none": torch.zeros(0, 4)}
+    moe.write_safetensors(path, whole)
+    raw = path.read_bytes()
+    for n in range(0, len(raw), 7):
+        path.write_bytes(raw[:n])
+        with pytest.raises(ValueError):
+            moe.read_safetensors(path)
+    data = bytes([7]) + value.numpy().tobytes()
+    path.write_bytes(header({"b": entry("U8", (1,), (0, 1)), "a": entry(shape=(3, 5), at=(1, 61))}, data))
+    assert torch.equal(moe.read_safetensors(path)["a"].tensor(), value)
+    path.write_bytes(header({"__metadata__": {"format": "pt"}, "s": entry("I64", [], (0, 8))}))
+    assert moe.read_safetensors(path)["s"].tensor().shape == ()
+
+
+def test_a_damaged_index_is_refused(tmp_path) -> None:
+    folder, first = tmp_path / "checkpoint", "model-00001-of-00002.safetensors"
+    moe.save(folder, {"a": torch.ones(2), "b": torch.ones(3)}, 8)
+    moe.write_safetensors(tmp_path / "outside.safetensors", {"a": torch.ones(2)})
+    index = folder / "model.safetensors.index.json"
+    for where, message in (
+        (3, "damaged"), ({"a": "gone.safetensors"}, "1 files of the index are not there: gone"),
+        ({"a": "../outside.safetensors"}, "not there: outside"), ({"c": first}, "disagree about 2 tensors: a, c"),
+    ):
+        index.write_text(json.dumps({"weight_map": where}))
+        with pytest.raises(ValueError, match=message):
+            moe.Checkpoint(folder)
+    index.write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        moe.Checkpoint(folder)
+    index.unlink()
+    (folder / "again.safetensors").write_bytes((folder / first).read_bytes())
+    with pytest.raises(ValueError, match="repeats 1 tensors: a"):
+        moe.Checkpoint(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no \\*.safetensors"):
+        moe.Checkpoint(tmp_path / "empty")
+
+
+# ------------------------------------------------------------------------------------------- router replay
+
+
+def test_replay_closes_the_gap_that_bf16_opens_and_has_both_limits() -> None:
+    gaps = moe.replay_gaps()
+    assert gaps["none"][1] > 5 * gaps["replay"][1] and gaps["none"][0] > gaps["replay"][0]
+    gaps = moe.replay_gaps(damaged=0.02, plausibility=0.0)
+    assert gaps["filter"] == gaps["replay"]
+    gaps = moe.replay_gaps(damaged=0.02, plausibility=1e9)
+    assert gaps["filter"] == gaps["none"] != gaps["replay"]
+
+
+def test_gates_of_replayed_experts_are_live() -> None:
+    c = replace(SMALL, dim=4, n_experts=4)
+    m, scores = moe.MoE(c), torch.tensor([[0.9, 0.8, 0.5, 0.4]])
+    m.gate.weight.data.copy_(torch.eye(4))
+    x = torch.logit(scores).requires_grad_()
+    ctx = moe.Context(x, x, torch.zeros(1, 1), None, replay=torch.tensor([[[[0, 3]]]]))
+    ids, w = m.route(x, ctx, 0)
+    assert ids.tolist() == [[0, 3]]
+    assert torch.allclose(w / c.route_scale, torch.tensor([[0.6923077, 0.3076923]]))
+    (dx,) = torch.autograd.grad(w[0, 0] / c.route_scale, x)
+    d_scores = dx / (scores * (1 - scores))
+    assert torch.allclose(d_scores, torch.tensor([[0.2366863, 0, 0, -0.5325444]]), atol=1e-6)
+
+
+def test_routes_of_another_model_are_refused() -> None:
+    model, positions = build(), torch.arange(5)[None]
+    with pytest.raises(ValueError, match=r"\(1, 5, 3, 2\), not \(1, 5, 2, 2\)"):  # counts the dense layer
+        model.context(positions, replay=torch.zeros(1, 5, 3, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"\(1, 4, 2, 2\), not \(1, 5, 2, 2\)"):
+        model.context(positions, replay=torch.zeros(1, 4, 2, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match="expert 6, and there are 6"):
+        model.context(positions, replay=torch.full((1, 5, 2, 2), 6))
+
+
+# ------------------------------------------------------------------------------------------ experts' edges
+
+
+def layer(**changes: object) -> moe.MoE:
+    m = moe.MoE(replace(SMALL, **changes)).double()
+    moe.initialise(m, m.c, 0)
+    return m
+
+
+def context(x: torch.Tensor, **how: object) -> moe.Context:
+    return moe.Context(x, x, torch.zeros(x.shape[:2]), None, routes=[], **how)
+
+
+def plain_layer(m: moe.MoE, x: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert."""
+    out = []
+    for t in x.flatten(0, 1):
+        scores = torch.sigmoid(m.gate.weight.float() @ t.float())
+        choice = (scores + m.gate.e_score_correction_bias).tolist()
+        ids = sorted(range(m.c.n_experts), key=lambda e: (-choice[e], e))[: m.c.n_experts_per_tok]
+        y = m.shared_experts(t)
+        for e in ids:
+            g, u = (m.w_gate_up[e] @ t).chunk(2)
+            gate = scores[e] / scores[ids].sum() * m.c.route_scale
+            y = y + gate * (m.w_down[e] @ (g * torch.sigmoid(g) * u))
+        out.append(y)
+    return torch.stack(out).view_as(x)
+
+
+@pytest.mark.parametrize("k", (1, 2, 6))
+@pytest.mark.parametrize("shape", ((1, 1), (2, 7)))
+def test_experts_equal_a_loop_forward_and_backward(k: int, shape: tuple[int, int]) -> None:
+    m = layer(n_experts_per_tok=k)
+    m.gate.e_score_correction_bias.copy_(torch.linspace(-0.2, 0.2, 6))
+    x = torch.randn(*shape, 32, dtype=torch.float64, requires_grad=True)
+    a, b = m(x, context(x), 0), plain_layer(m, x)
+    assert (a - b).abs().max() < 1e-6
+    leaves = [x, *m.parameters()]
+    for da, db in zip(torch.autograd.grad(a.sin().sum(), leaves), torch.autograd.grad(b.sin().sum(), leaves)):
+        assert (da - db).norm() <= 1e-5 * db.norm() + 1e-5  # gates are fp32; at k = 1 they are constant
+
+
+def test_no_token_at_all() -> None:
+    m = layer()
+    x = torch.zeros(2, 0, 32, dtype=torch.float64, requires_grad=True)
+    y = m(x, context(x), 0)
+    y.sum().backward()
+    assert y.shape == (2, 0, 32) and all(not p.grad.any() for p in m.parameters())
+    model = build()
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    cache = moe.Cache(SMALL, 2, 4, dtype=torch.float64)
+    assert model(empty, model.context(empty, cache=cache)).shape == (2, 0, 32)
+
+
+def test_all_tokens_on_one_expert_and_none_on_the_others() -> None:
+    m = layer(n_experts_per_tok=1)
+    m.gate.e_score_correction_bias[3] = 10
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    ctx = context(x)
+    y = m.train()(x, ctx, 0)
+    assert (y - plain_layer(m, x)).abs().max() < 1e-6
+    assert ctx.routes[0].unique().tolist() == [3] and m.gate.load.tolist() == [0, 0, 0, 18, 0, 0]
+    y.sum().backward()
+    for w in (m.w_gate_up, m.w_down):
+        assert [bool(g.any()) for g in w.grad] == [False, False, False, True, False, False]
+        assert w.grad.isfinite().all()
+
+
+def test_equal_scores_go_to_the_lowest_index() -> None:
+    m = layer(n_experts_per_tok=3)
+    m.gate.weight.data.zero_()
+    x = torch.randn(1, 4, 32, dtype=torch.float64)
+    ids, w = m.route(x[0], context(x), 0)
+    assert ids.tolist() == [[0, 1, 2]] * 4 and torch.allclose(w, torch.tensor(SMALL.route_scale / 3))
+
+
+def test_the_router_of_a_bf16_model_runs_in_fp32() -> None:
+    """Logits 2 and 2.0039: a tie in bf16, which would go to the lower index."""
+    m = layer(dim=2, n_experts=2, n_experts_per_tok=1).bfloat16()
+    m.gate.weight.data.copy_(torch.tensor([[2.0, 0.0], [1.9921875, 1.5]]))
+    x = torch.tensor([[[1.0, 0.0078125]]], dtype=torch.bfloat16)
+    ids, w = m.route(x[0], context(x), 0)
+    assert ids.tolist() == [[1]] and w.dtype == torch.float32 and m(x, context(x), 0).dtype == torch.bfloat16
+
+
+def test_the_correction_bias_stays_float32() -> None:
+    m = moe.Transformer(SMALL)
+    bias = torch.linspace(0.3, 0.301, 6)
+    m.layers[1].mlp.gate.e_score_correction_bias.copy_(bias)
+    m = m.bfloat16().to("cpu")
+    gate = m.layers[1].mlp.gate
+    assert gate.weight.dtype == torch.bfloat16 and torch.equal(gate.e_score_correction_bias, bias)
+    with torch.device("meta"):
+        m = moe.Transformer(SMALL)
+    assert m.bfloat16().to_empty(device="cpu").layers[1].mlp.gate.load.dtype == torch.float32
+
+
+def test_non_contiguous_inputs() -> None:
+    m, wide = layer(), torch.randn(4, 64, 3, dtype=torch.float64)
+    x = wide.transpose(1, 2)[..., ::2]
+    assert not x.is_contiguous()
+    y = x.contiguous()
+    assert torch.equal(m(x, context(x), 0), m(y, context(y), 0))
+    model, tokens = build(), torch.randint(0, 50, (9, 2)).t()
+    assert torch.equal(model(tokens), model(tokens.contiguous()))
+
+
+def test_padding_is_not_counted_and_neither_is_evaluation() -> None:
+    model, tokens = build(), torch.randint(0, 50, (2, 8))
+    real = torch.arange(8) < torch.tensor([[8], [3]])
+    positions = torch.arange(8).expand(2, 8)
+    model(tokens, model.context(positions, real=real))
+    assert all(not layer.mlp.gate.load.any() for layer in model.layers[1:])
+    model.train()(tokens, model.context(positions, real=real))
+    assert all(layer.mlp.gate.load.sum() == 11 * 2 for layer in model.layers[1:])
+
+
+# -------------------------------------------------------------------------------------------- NaN, lengths
+
+
+def poisoned() -> moe.Transformer:
+    model = build()
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = math.nan
+    return model
+
+
+def test_nan_stays_in_its_row_of_the_batch() -> None:
+    clean, model = build(), poisoned()
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 8, 9]] * 3)
+    tokens[1, 3] = 7
+    doc, positions = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]] * 3), torch.arange(8).expand(3, 8)
+    for how in ({}, dict(doc=doc)):
+        with torch.no_grad():
+            want, out = (m(tokens, m.context(positions, **how)) for m in (clean, model))
+        assert out[1, 3:5].isnan().all() and torch.allclose(out[[0, 2]], want[[0, 2]])
+
+
+def test_nan_left_in_the_cache_does_not_reach_the_next_user_of_the_row() -> None:
+    clean, model = build(), poisoned()
+    tokens, positions = torch.tensor([[1, 2, 7, 4, 5], [1, 2, 3, 4, 5]]), torch.arange(5).expand(2, 5)
+    cache = moe.Cache(SMALL, 2, 6, dtype=torch.float64)
+    with torch.no_grad():
+        out = model(tokens, model.context(positions, cache=cache))
+        assert out[0, 2:].isnan().all() and out[0, :2].isfinite().all() and out[1].isfinite().all()
+        # Row 0 starts anew with a short prompt while row 1, at position 5, keeps the span long.
+        new = torch.tensor([[9], [6]])
+        got = model(new, model.context(torch.tensor([[0], [5]]), cache=cache))
+        assert torch.allclose(got[0], clean(torch.tensor([[9]]))[0], atol=1e-6)
+        assert torch.allclose(got[1, 0], clean(torch.tensor([[1, 2, 3, 4, 5, 6]]))[0, -1], atol=1e-6)
+
+
+def test_positions_beyond_the_rotary_range_are_refused() -> None:
+    model = build()
+    cache = moe.Cache(SMALL, 1, 100, dtype=torch.float64)
+    model.context(torch.tensor([[63]]), cache=cache)
+    for how in ({}, dict(cache=cache), dict(doc=torch.zeros(1, 1, dtype=torch.long))):
+        with pytest.raises(ValueError, match="65 tokens exceed the rotary range of 64"):
+            model.context(torch.tensor([[64]]), **how)
+
+
+# ----------------------------------------------------------------------------- low precision, wires, counts
+
+
+def test_mxfp8_is_a_field_of_the_config() -> None:
+    sizes = dict(dim=64, expert_dim=32, init_std=0.0)
+    exact, low = (moe.Transformer(replace(SMALL, **sizes, precision=p)) for p in ("native", "mxfp8"))
+    for model in (exact, low):
+        model.reset_parameters(0)
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    routes = routes_of(exact, tokens)  # the same experts, so that only the arithmetic differs
+    a, b = (m(tokens, m.context(torch.arange(16).expand(2, 16), replay=routes)) for m in (exact, low))
+    error = ((a - b).norm() / a.norm()).item()
+    assert 1e-4 < error < 0.1
+    b.sum().backward()
+    assert low.layers[1].mlp.w_down.grad.isfinite().all() and low.layers[1].mlp.w_down.grad.any()
+    for field in ("precision", "dispatch"):
+        with pytest.raises(ValueError, match="multiples of 32"):
+            replace(SMALL, **{field: "mxfp8"})
+    with pytest.raises(ValueError, match="dispatch = 'fp8'"):
+        replace(SMALL, dispatch="fp8")
+
+
+def test_rows_travel_in_mxfp8_and_return_in_bf16() -> None:
+    g, sent = torch.Generator().manual_seed(0), []
+    order = torch.randperm(10, generator=g)
+
+    def there(rows: torch.Tensor) -> torch.Tensor:
+        sent.append(rows.nbytes)
+        return rows[order]
+
+    def back(rows: torch.Tensor) -> torch.Tensor:
+        sent.append(rows.nbytes)
+        return rows[order.argsort()]
+
+    x, dy = torch.randn(10, 64, generator=g).requires_grad_(), torch.randn(10, 64, generator=g)
+    out = moe.dispatch_rows(x, there, back)
+    assert torch.equal(out, moe.dispatch_rows(x)[order])  # what moves is only moved
+    assert 0.01 < (out - x[order]).norm() / x.norm() < 0.04  # MXFP8's error on Gaussians: 2.7 %
+    (dx,) = torch.autograd.grad(out, x, dy)
+    assert torch.equal(dx, dy[order.argsort()].bfloat16().float())
+    home = moe.combine_rows(x, there, back)
+    (dx,) = torch.autograd.grad(home, x, dy)
+    assert torch.equal(home, x[order].bfloat16().float())
+    assert torch.equal(dx, dy[order.argsort()].bfloat16().float())
+    assert sent == [10 * 66, 10 * 128, 10 * 128, 10 * 128]
+
+
+def test_a_layer_with_mxfp8_dispatch_is_the_layer_on_rounded_tokens() -> None:
+    c = replace(SMALL, dim=32, expert_dim=32, dispatch="mxfp8", n_shared_experts=0)
+    m = moe.MoE(c)
+    moe.initialise(m, c, 0)
+    x = torch.randn(6, 32)
+    ids, w = m.route(x, context(x[None]), 0)
+    want = moe.kernels.experts(moe.dispatch_rows(x), ids, w, m.w_gate_up, m.w_down)
+    assert torch.equal(m(x[None], context(x[None]), 0)[0], want)
+
+
+def test_bytes_on_the_wire() -> None:
+    c = moe.Config()
+    t = moe.expert_traffic(c, 4096, 8)
+    assert t["rows"] == 4096 * 7 and t["dispatch"] == t["rows"] * 7392 and t["combine"] == t["rows"] * 14336
+    assert t["sum"] / t["bf16"] == pytest.approx((33 / 32 + 2) / 4)
+    assert moe.expert_traffic(c, 4096, 1)["sum"] == 0
+    t = moe.latent_traffic(c, 32_768, 2)
+    assert t["latents"] == 16_384 * 1152 and t["keys_values"] / t["latents"] == pytest.approx(35.56, abs=0.01)
+
+
+@pytest.mark.parametrize("cp", (1, 2, 4))
+def test_causal_work_per_rank_is_counted_right(cp: int) -> None:
+    mask, n = torch.ones(24, 24).tril(), 24 // (2 * cp)
+    rows = mask.sum(1).view(2 * cp, n).sum(1).tolist()
+    assert moe.causal_pairs(24, cp) == [rows[i] + rows[2 * cp - 1 - i] for i in range(cp)]
+    assert moe.causal_pairs(24, cp, zigzag=False) == [rows[2 * i] + rows[2 * i + 1] for i in range(cp)]
+    assert len(set(moe.causal_pairs(24, cp))) == 1 and sum(moe.causal_pairs(24, cp)) == 300
+    with pytest.raises(ValueError, match="23 tokens"):
+        moe.causal_pairs(23, cp)
+
+
+def test_every_tensor_of_the_full_size_has_a_public_name() -> None:
+    with torch.device("meta"):
+        views = dict(moe.public_views(moe.Transformer(moe.Config())))
+    assert sum(t.numel() for t in views.values()) == 1_026_408_209_408 + 23_040
+    assert len(views) == 60 * 384 * 3 + 61 * 9 + 3 + 60 * 5 + 3  # experts, layers, dense, routers and shared, ends
+    assert views["model.layers.60.mlp.experts.383.down_proj.weight"].shape == (7168, 2048)
+
+
+def test_one_mtp_module_makes_it_one_point_oh_four_trillion() -> None:
+    n, extra = moe.count(moe.Config()), moe.count_mtp(moe.Config())
+    with torch.device("meta"):
+        layers = mtp.MTP(moe.Config(), 1)
+    assert sum(p.numel() for p in layers.parameters()) == extra
+    assert n["biases"] == 23_040 and n["total"] + extra == 1_043_570_356_224
+
+
+def test_bench_compares_equal_things() -> None:
+    best = moe.bench_shape((24, 32, 16, 4, 2), torch.float32, rounds=1)
+    assert {"ours", "sliced loop"} <= best.keys()
+    if importlib.util.find_spec("transformers"):
+        assert {f"transformers {how}" for how in ("eager", "batched_mm", "grouped_mm")} <= best.keys()
 
 
 # ------------------------------------------------------------------------------------------ experts and rows on ranks

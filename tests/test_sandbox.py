@@ -182,6 +182,16 @@ def test_contract(kind):
 
 
 @pytest.mark.parametrize("kind", BOTH)
+def test_a_path_of_many_folders_is_a_path_like_any_other(kind):
+    """A server that dies of a model's path would pass for the machine's fault."""
+    deep = "a/" * 1000 + "f"
+    with kind({"a/b": "1"}) as box:
+        assert box.call("w", [deep, "x"]).text == "ok" and box.call("r", [deep]).text == "x"
+        with box.fork() as twin:
+            assert twin.call("r", [deep]).text == "x" and twin.snapshot() == box.snapshot()
+
+
+@pytest.mark.parametrize("kind", BOTH)
 def test_long_answers_are_cut_and_say_so(kind):
     with kind({"a": "0123456789" * 100}, limits=Limits(output=100)) as box:
         assert box.call("r", ["a"]).text == "0123456789" * 10 + "\n[100 of 1000 bytes]"
@@ -252,13 +262,16 @@ def test_memory_refuses_regex_bombs_at_once():
         assert box.call("g", [bomb]).text == "!pattern: too slow"
     assert time.monotonic() - start < 1
     assert box.call("g", ["a*b"]).ok
+    box.call("w", ["long", "a" * 20_000])
+    assert box.call("g", ["a*" * 99]).text == "!pattern: too slow"
 
 
 @isolated
 def test_memory_and_sandbox_answer_alike():
     """Hundreds of random calls, the same text from both, the same files at the end."""
     rng = random.Random(1)
-    names = ["a", "b.py", "d/c", "d/e/f", "d", "../x", "/etc/p", "nope", "s p", "\u00e9", "x\ny", "l", "l/m"]
+    names = ["a", "b.py", "d/c", "d/e/f", "d", "../x", "/etc/p", "nope", "s p", "\u00e9", "x\ny", "l", "l/m",
+             "y" * 256, "d/" + "z" * 255]  # fmt: skip
     texts = ["", "x", "x=1\n", "x=1\nx=2\n", "\tx\r\ny", "a\udcffb", "\u00e9\n", "z" * 300 + "\n", "no\0"]
     patterns = ["x", "^x", "x=[0-9]", "[", "z{3}", "(x|y)", ".", "\\d$", "\u00e9", "=.*"]
 
@@ -337,6 +350,8 @@ class TestProbes:
     def test_06_huge_output(self, shared):
         text = run(shared, "yes | head -c 30000000")
         assert len(text) < 16_100 and "of 30000000 bytes" in text
+        with Sandbox(limits=Limits(output=3)) as box:
+            assert run(box, "echo abcdef") == "a\n[2 of 7 bytes]\n\n" and run(box, "echo ab") == "ab\n"
 
     def test_07_endless_loop_is_stopped_with_its_output(self):
         with Sandbox(limits=Limits(wall=0.5)) as box:
@@ -443,8 +458,20 @@ class TestProbes:
 
     def test_24_unix_and_abstract_sockets(self, shared):
         assert "PermissionError" in python(shared, "import socket; socket.socket(socket.AF_UNIX)")
-        # asyncio needs these
+        # asyncio needs these; a datagram socket without its partner would be a mailbox of any name
         assert python(shared, "import socket; print(len(socket.socketpair()))") == "2\n"
+        out = python(shared, """
+            import socket
+            for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+                try: socket.socketpair(socket.AF_UNIX, kind); print("open")
+                except OSError as e: print(e.errno)
+            a, b = socket.socketpair()
+            b.close()
+            for act in (a.bind, a.connect):
+                try: act(chr(0) + "leak"); print("open")
+                except OSError as e: print(e.errno)
+            """)  # fmt: skip
+        assert out.split() == ["1"] * 4
 
     def test_25_write_outside(self, shared):
         out = run(shared, "touch /usr/x /x /dev/x /etc/x 2>&1")
@@ -578,6 +605,19 @@ class TestProbes:
             hostile(None)  # silence
         assert time.monotonic() - start < 10
 
+    def test_42_snapshots_of_a_taken_over_server(self):
+        def snapshot(index: object) -> Snapshot:
+            return hostile(json.dumps([[True, index], 1]).encode() + b"\nx", lambda box: box.snapshot())
+
+        assert snapshot([["a", 0o100644, 1]]) == {"a": File(b"x")}
+        for entry in (
+            [5, 0o100644, 1], [["a"], 0o100644, 1], ["a", 1 << 70, 1], ["a", -1, 1], ["a", "x", 1], ["a", 0o100644, 2],
+            ["a", 0o100644, -1], ["a", 0o100644, True], ["a", 0o010644, 1], ["../a", 0o100644, 1], ["\ud800", 0o100644, 1],
+            ["a", 0o100644], [], "a", 5, None, {},
+        ):  # fmt: skip
+            with pytest.raises(sb.SandboxDied):
+                snapshot([entry])
+
     def test_43_when_the_trainer_dies_everything_dies(self):
         code = """
             import os, sys, threading, time; sys.path.insert(0, {home!r}); import sandbox
@@ -643,8 +683,8 @@ class TestProbes:
         assert found[3] == "Memory"
 
 
-def hostile(reply: bytes | None) -> str:
-    """What `call` makes of a server that always answers so (None: never)."""
+def hostile(reply: bytes | None, act=lambda box: box.call("r", ["a"]).text):
+    """What a workspace makes of a server that always answers so (None: never)."""
 
     class Taken(Sandbox):
         def _start(self) -> None:
@@ -665,7 +705,7 @@ def hostile(reply: bytes | None) -> str:
 
             threading.Thread(target=serve, daemon=True).start()
 
-    return Taken().call("r", ["a"]).text
+    return act(Taken())
 
 
 def refusal(prepare: str) -> list:
@@ -751,7 +791,7 @@ def test_snapshot_and_fork_keep_everything():
         assert shot["shut"].mode == stat.S_IFDIR and shot["hidden"].mode == stat.S_IFREG
         with box.fork() as twin, Memory(shot) as memory:
             assert twin.snapshot() == shot and box.snapshot() == shot
-            assert memory.snapshot() == {path: file for path, file in shot.items() if path != "shut"}
+            assert memory.snapshot() == shot
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -787,6 +827,44 @@ def test_files_that_cannot_be_held_are_the_models_failure():
 def test_bad_file_names_are_refused(name):
     with pytest.raises(ValueError, match="file name"):
         Memory({name: ""})
+
+
+def test_what_is_no_file_folder_or_link_is_refused():
+    with pytest.raises(ValueError, match="'a' has mode 0o10644: only files, folders and links"):
+        Memory({"a": File(b"", 0o010644)})
+
+
+@pytest.mark.parametrize("machine, path", [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"),
+                                           ("aarch64", "asm-generic/unistd.h")])  # fmt: skip
+def test_the_filters_numbers_are_the_kernels(machine, path):
+    header = Path("/usr/include") / path
+    if not header.exists():
+        pytest.skip(f"{header} is not installed")
+    found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text()))
+    numbers = {name: pair[machine == "aarch64"] for name, pair in sb.DENIED.items()}
+    found.setdefault("mknod", found["mknodat"])  # aarch64 has no mknod of its own
+    assert numbers == {name: int(found[name]) for name in numbers} and len(numbers) > 40
+    program = [line for line in sb.struct.iter_unpack("HBBI", sb.filter_program(machine))]
+    for name, number in found.items():  # run the filter on every call there is, with arguments of 0
+        verdict = interpret(program, int(number))
+        assert (verdict == 0x50001) == (name in numbers or name == "socketpair"), name
+
+
+def interpret(program: list[tuple[int, int, int, int]], number: int) -> int:
+    """What a seccomp filter returns for a call of that number of the filter's own architecture."""
+    at, value = 0, 0
+    while True:
+        code, yes, no, k = program[at]
+        if code == 0x06:
+            return k
+        if code == 0x20:
+            value = {0: number, 4: program[1][3]}.get(k, 0)
+        elif code == 0x54:
+            value &= k
+        else:
+            test = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+            at += yes if test else no
+        at += 1
 
 
 @pytest.mark.parametrize("field", ["wall", "processes", "output"])
