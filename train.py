@@ -364,17 +364,24 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.patient if patient else None)
         return box[0]
 
+    @staticmethod
+    def where(x: torch.Tensor) -> tuple[int, ...]:
+        """Where this rank's part of a tensor begins, in every dimension."""
+        if not hasattr(x, "to_local"):
+            return (0,) * x.dim()
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1]
+
     def pieces(self, module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """This rank's part of a module's state as runs of elements that lie together in the whole tensors,
         and where they begin there. What every rank has, such as the routers' biases, is rank 0's."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
-
         state, offsets = {}, {}
         for name, x in module.state_dict().items():
             if not hasattr(x, "to_local"):
                 state |= {name: x} if self.rank == 0 else {}
                 continue
-            shape, at = place(x.shape, x.device_mesh, x.placements)
+            at = self.where(x)
             if x.dim() < 3:  # rows
                 state[name], offsets[name] = x.to_local(), at[0] * math.prod(x.shape[1:])
                 continue
@@ -663,12 +670,13 @@ def restore(folder: Path, modules: nn.Module, optimizer: torch.optim.Optimizer |
 class Run:
     """A run's folder and everything that stages share: configuration, model, protocol, log, checkpoints."""
 
-    def __init__(self, config: Config, out: Path, size: str, world: World | None = None):
+    def __init__(self, config: Config, out: Path, size: str, world: World | None = None, device: str = "cpu"):
         self.config, self.out, self.size, self.began = config, out, size, time.perf_counter()
         self.world, self.chief = world, world is None or world.rank == 0  # the chief writes logs and run.json
         self.state: dict = dict(size=size, config=dataclasses.asdict(config), done=[], results={}, wall_s=0.0)
         self.protocol = Protocol(pretrain.Bytes())
-        self.model = moe.Transformer(config.model)
+        with torch.device(device):
+            self.model = moe.Transformer(config.model)
         self.layers = mtp.MTP(config.model, config.n_mtp)
         self.memory = Memory()
 
@@ -1208,7 +1216,7 @@ def open_run(args: argparse.Namespace, config: Config, world: World | None = Non
         (out / ".writable").unlink()
     except OSError as error:
         raise Refused(f"--out {out} is not writable ({error.strerror}): name another folder") from None
-    run = Run(config, out, args.size, world)
+    run = Run(config, out, args.size, world, "meta" if args.init else "cpu")
     path = out / "run.json"
     if path.exists():
         found, asked = json.loads(path.read_text()), json.loads(json.dumps(run.state["config"]))
@@ -1230,7 +1238,8 @@ def open_run(args: argparse.Namespace, config: Config, world: World | None = Non
 
 
 def open_together(args: argparse.Namespace, config: Config, world: World) -> Run:
-    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed, sharded."""
+    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed and sharded, or
+    sharded while it is only shapes and filled from a checkpoint, each rank reading its part."""
     run, word = None, None
     if world.rank == 0:
         try:
@@ -1240,13 +1249,49 @@ def open_together(args: argparse.Namespace, config: Config, world: World) -> Run
             word = str(error)
     if isinstance(word := world.agree(word), str):
         raise Refused(word)
-    run = run or Run(config, Path(args.out or f"runs/{args.size}"), args.size, world)
+    run = run or Run(config, Path(args.out or f"runs/{args.size}"), args.size, world, "meta" if args.init else "cpu")
     run.state = word
-    for module, seed in ((run.model, config.seed), (run.layers, config.seed + 1)):
-        module.reset_parameters(seed)
-        module.to(world.device)
-        world.shard(module)
+    run.layers.reset_parameters(config.seed + 1)
+    if not args.init:
+        run.model.reset_parameters(config.seed)
+    for module in (run.model, run.layers):
+        world.shard(module if next(module.parameters()).is_meta else module.to(world.device))
+    if args.init:
+        fill(run.model, moe.Checkpoint(args.init), world)
     return run
+
+
+@torch.no_grad()
+def fill(model: moe.Transformer, source: moe.Checkpoint, world: World) -> None:
+    """Weights of a checkpoint with public names (DeepSeek-V3, Kimi K2) into a model that is only shapes and is
+    sharded already: a rank reads its experts, and of these and all else its rows. MTP layers start from scratch."""
+    with torch.device("meta"):
+        views = dict(moe.public_views(moe.Transformer(model.config)))
+    wrong = [name for name, view in views.items()
+             if name not in source or tuple(source.spec(name)[0]) != tuple(view.shape)]
+    if wrong:
+        raise Refused(f"--init: {len(wrong)} tensors of this model are not in the checkpoint or have another shape "
+                      f"there, the first are {', '.join(wrong[:3])}")
+    model.to_empty(device=world.device)
+    model.inverse_frequencies.copy_(moe.yarn_inverse_frequencies(model.config))
+    for m in model.modules():
+        if isinstance(m, moe.Router):
+            m.load.zero_()
+    for name, x in model.state_dict().items():
+        public = name if name.startswith("lm_head.") else "model." + name
+        base, _, last = public.rpartition(".")
+        at, local = world.where(x), moe.local_part(x)
+        if last not in ("w_gate_up", "w_down"):
+            local.copy_(source[public][at[0]:at[0] + len(local)])
+            continue
+        a, b = at[1], at[1] + local.shape[1]
+        for e, part in enumerate(local, at[0]):
+            get = lambda kind: source[f"{base}.experts.{e}.{kind}_proj.weight"]
+            if last == "w_down":
+                part.copy_(get("down")[a:b])
+            else:  # the gate's rows, then those of up
+                middle = model.config.expert_dim
+                part.copy_(torch.cat((get("gate")[a:b], get("up")[max(a - middle, 0):max(b - middle, 0)])))
 
 
 def layout(run: Run) -> str:
@@ -1346,6 +1391,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                    help="set a field, e.g. grpo.group_size=16")
+    p.add_argument("--init", metavar="DIR", help="start from a checkpoint with DeepSeek-V3's or Kimi K2's names")
     p.add_argument("--smoke", action="store_true",
                    help="shrink every stage to seconds: a check that everything runs")
     p.add_argument("--plan", action="store_true", help="print what fits where and how fast; trains nothing")

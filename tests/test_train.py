@@ -256,6 +256,29 @@ def reinforce(n: int, folder: Path) -> None:
         torch.save((steps, weights), folder / f"rl{n}.pt")
 
 
+def begin(n: int, folder: Path) -> None:
+    """A run that starts from a checkpoint with public names has its weights, and predicts with them."""
+    c = train.build_config("full", [*SHRUNK, *(f"ranks.{k}={v}" for k, v in LAYOUTS[n].items())], device="cpu")
+    whole, world = train.moe.Transformer(c.model), train.join(c, "cpu")
+    whole.reset_parameters(7)
+    if world.rank == 0:
+        train.moe.save(folder / f"public{n}", dict(train.moe.public_views(whole)))
+    world.total(0.0)  # it is written
+    args = train.parser().parse_args(["--out", str(folder / f"init{n}"), "--init", str(folder / f"public{n}")])
+    run = train.open_together(args, c, world)
+    want = whole.state_dict()
+    for key, value in run.modules().model.state_dict().items():
+        assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, want[key]), key
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(run.model(tokens), whole(tokens))
+    other = train.build_config("full", [*SHRUNK, "model.dim=128", *(f"ranks.{k}={v}" for k, v in LAYOUTS[n].items())],
+                               device="cpu")
+    args = train.parser().parse_args(["--out", str(folder / f"other{n}"), "--init", str(folder / f"public{n}")])
+    with pytest.raises(train.Refused, match="another shape"):
+        train.open_together(args, other, world)
+
+
 def launch(rank: int, n: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -265,6 +288,7 @@ def launch(rank: int, n: int, folder: str) -> None:
     for job in JOBS[n]:
         do(job, n, Path(folder))
     reinforce(n, Path(folder))
+    begin(n, Path(folder))
     train.dist.destroy_process_group()
 
 
