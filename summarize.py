@@ -481,7 +481,7 @@ def compare(config: WindowConfig, n_tasks: int = 30, seed: int = 0) -> dict[str,
 
 def main() -> None:
     print(f"add up a number from each of 6 to 10 files of 65 bytes; windows of {DEMO.window} tokens, trigger "
-          f"{DEMO.trigger}, {DEMO.turns} turns\nA scripted policy that knows what its window shows and no more; "
+          f"{DEMO.trigger}, {DEMO.turns} turns\na scripted policy that knows what its window shows, no more; "
           "tokens per task, means of 30 tasks\n")
     print(f"{'method':12} {'solved':>6} {'windows':>8} {'written':>8} {'read':>6} {'both':>6} {'cached':>7}")
     for name, (solved, windows, used) in compare(DEMO).items():

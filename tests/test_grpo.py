@@ -125,8 +125,8 @@ def test_off_policy_bias_is_ordered_and_the_sequence_weight_is_exact() -> None:
 def test_packing_keeps_every_token_once_and_balances_cost() -> None:
     rng = random.Random(0)
     lengths = [rng.randrange(1, 60) for _ in range(40)]
-    items = [grpo.Item(Segment([i] * n, [1] * n, [-1.0] * n, [0] * n), float(i), i)
-             for i, n in enumerate(lengths)]
+    items = [grpo.Item(Segment([i] * n, [1] * n, [-1.0] * n, [0] * n), float(i), i) for i,
+             n in enumerate(lengths)]
     rows = grpo.pack(items, 64)
     assert all(sum(len(item.segment.ids) for item in row) <= 64 for row in rows)
     assert sorted(item.owner for row in rows for item in row) == list(range(40))
@@ -216,8 +216,8 @@ def test_group_file_round_trip_damage_and_half_written(tmp_path) -> None:
 
 
 def same_bits(got: dict, state: dict) -> bool:
-    return all(torch.equal(got[k].to(torch.bfloat16).view(torch.int16), v.to(torch.bfloat16).view(torch.int16))
-               for k, v in state.items())
+    return all(torch.equal(got[k].to(torch.bfloat16).view(torch.int16),
+                           v.to(torch.bfloat16).view(torch.int16)) for k, v in state.items())
 
 
 def nudge(model: moe.Transformer, by: float = 1e-4) -> None:

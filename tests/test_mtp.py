@@ -9,9 +9,9 @@ import torch
 import moe
 import mtp
 
-C = moe.Config(vocab_size=12, dim=16, n_layers=2, n_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4,
-               qk_rope_head_dim=4, v_head_dim=4, ffn_dim=16, expert_dim=8, n_experts=4, n_experts_per_tok=2,
-               rope_factor=1.0, rope_original_len=256, init_std=0.0)
+C = moe.Config(vocab_size=12, dim=16, n_layers=2, n_heads=2, q_lora_rank=8, kv_lora_rank=8,
+               qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, ffn_dim=16, expert_dim=8, n_experts=4,
+               n_experts_per_tok=2, rope_factor=1.0, rope_original_len=256, init_std=0.0)
 
 
 def build(n_mtp: int = 1, dtype: torch.dtype = torch.float64, peak: float = 3.0) -> tuple[moe.Transformer, mtp.MTP]:
@@ -284,8 +284,8 @@ def exact(model, ids, length: int, sampling: mtp.Sampling) -> dict[tuple, float]
         return {(): 1.0}
     with torch.no_grad():
         p = sampling.logp(model.lm_head(model(torch.tensor([ids])))[:, -1]).exp()[0]
-    return {(t, *rest): p[t].item() * q for t in p.nonzero().flatten().tolist()
-            for rest, q in exact(model, [*ids, t], length - 1, sampling).items()}
+    return {(t, *rest): p[t].item() * q for t in p.nonzero().flatten().tolist() for rest,
+            q in exact(model, [*ids, t], length - 1, sampling).items()}
 
 
 def test_sampled_speculation_follows_the_model_and_wrong_rules_do_not(monkeypatch) -> None:

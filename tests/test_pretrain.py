@@ -22,27 +22,10 @@ import mtp
 import pretrain
 from pretrain import BPE, Batch, Bytes, Corpus, Cursor, Phase
 
-TINY = moe.Config(
-    vocab_size=272,
-    dim=32,
-    n_layers=2,
-    n_heads=2,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    ffn_dim=64,
-    expert_dim=16,
-    n_experts=4,
-    n_experts_per_tok=2,
-    route_scale=1.0,
-    rope_theta=10_000.0,
-    rope_factor=4.0,
-    rope_original_len=256,
-    init_std=0.0,
-    positional_heads=2,
-)
+TINY = moe.Config(vocab_size=272, dim=32, n_layers=2, n_heads=2, q_lora_rank=16, kv_lora_rank=16,
+                  qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, ffn_dim=64, expert_dim=16,
+                  n_experts=4, n_experts_per_tok=2, route_scale=1.0, rope_theta=10_000.0, rope_factor=4.0,
+                  rope_original_len=256, init_std=0.0, positional_heads=2)
 CODE = "def area(width, height):\n    return width * height\n\n\nclass Box:\n    size = 3  # größer\n"
 needs_mtp = pytest.mark.skipif(not hasattr(mtp, "distill_loss"), reason="mtp.py has no distill_loss")
 
@@ -55,10 +38,8 @@ def tiny(seed: int = 0) -> moe.Transformer:
 
 def module_text(i: int, lines: int = 40) -> str:
     rng = random.Random(i)
-    return "".join(
-        f"def f{rng.randrange(10**6)}(x{rng.randrange(100)}):\n    return {rng.random()}\n"
-        for _ in range(lines)
-    )
+    return "".join(f"def f{rng.randrange(10**6)}(x{rng.randrange(100)}):\n    return {rng.random()}\n"
+                   for _ in range(lines))
 
 
 @pytest.fixture
@@ -154,11 +135,8 @@ def test_tiktoken_files_are_read(tmp_path):
 
 def test_what_is_no_source_is_skipped_and_counted(tree):
     def git(*command):
-        subprocess.run(
-            ["git", "-C", str(tree / "beta"), "-c", "user.name=n", "-c", "user.email=e", *command],
-            check=True,
-            capture_output=True,
-        )
+        subprocess.run(["git", "-C", str(tree / "beta"), "-c", "user.name=n", "-c", "user.email=e", *command],
+                       check=True, capture_output=True)
 
     git("init", "-q")
     (tree / "beta" / ".gitignore").write_text("secret.py\n")
@@ -173,26 +151,10 @@ def test_what_is_no_source_is_skipped_and_counted(tree):
     (tree / "gamma" / "link.py").symlink_to(tree / "alpha" / "m0.py")
     os.mkfifo(tree / "gamma" / "pipe")
     c = Corpus.load(str(tree), heldout=("held",))
-    assert c.counts == {
-        "git-ignored": 1,
-        "binary": 1,
-        "not UTF-8": 1,
-        "too large": 1,
-        "empty": 1,
-        "duplicate": 1,
-        "near duplicate": 1,
-        "link": 2,
-        "no file": 1,
-    }
-    assert [d.path for d in c.train] == [
-        "alpha/copy.py",
-        "alpha/m1.py",
-        "beta/.gitignore",
-        "beta/m0.py",
-        "beta/m1.py",
-        "gamma/m0.py",
-        "gamma/m1.py",
-    ]
+    assert c.counts == {"git-ignored": 1, "binary": 1, "not UTF-8": 1, "too large": 1, "empty": 1,
+                        "duplicate": 1, "near duplicate": 1, "link": 2, "no file": 1}
+    assert [d.path for d in c.train] == ["alpha/copy.py", "alpha/m1.py", "beta/.gitignore", "beta/m0.py",
+                                         "beta/m1.py", "gamma/m0.py", "gamma/m1.py"]
 
 
 def test_a_training_copy_of_a_heldout_file_is_the_duplicate(tree):
@@ -221,11 +183,8 @@ def test_the_cache_is_found_by_content(tree, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(BPE, "encode", None)  # a second load neither learns nor encodes
     monkeypatch.setattr(BPE, "train", None)
     again = Corpus.load(str(tree), "bpe300", ("held",), cache)
-    assert (
-        again.train == first.train
-        and np.array_equal(again.tokens, first.tokens)
-        and again.digest == first.digest
-    )
+    assert (again.train == first.train and np.array_equal(again.tokens, first.tokens)
+            and again.digest == first.digest)
     monkeypatch.undo()
     with open(tree / "alpha" / "m0.py", "a") as f:
         f.write("changed = True\n")
@@ -247,9 +206,8 @@ def test_unknown_packages_tokenizers_and_folders_are_refused(tree):
 
 def test_the_default_corpus_is_the_standard_library():
     c = Corpus.load(None, limit_bytes=200_000)
-    assert {d.package for d in c.heldout} == {"asyncio"} and 200_000 <= sum(
-        d.n_bytes for d in c.train
-    ) < 500_000
+    assert {d.package for d in c.heldout} == {"asyncio"} and 200_000 <= sum(d.n_bytes
+                                                                            for d in c.train) < 500_000
     assert not [d.path for d in c.train if "test" in d.path.split("/")]
 
 
@@ -290,20 +248,11 @@ def test_lr_is_a_function_of_the_step_with_the_worked_values():
     assert {pretrain.lr_at(flat, s) for s in range(3)} == {0.5}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(length=1),
-        dict(steps=0),
-        dict(mtp="sometimes"),
-        dict(precision="fp8"),
-        dict(mix={"code": 0.9}),
-        dict(mix={"code": 1.5, "track": -0.5}),
-        dict(mix={"code": 0.995, "track": 0.005}),
-        dict(warmup=8, decay=0.5),
-        dict(mtp_every=0),
-    ],
-)
+@pytest.mark.parametrize("wrong",
+                         [dict(length=1), dict(steps=0), dict(mtp="sometimes"), dict(precision="fp8"),
+                          dict(mix={"code": 0.9}), dict(mix={"code": 1.5, "track": -0.5}),
+                          dict(mix={"code": 0.995, "track": 0.005}), dict(warmup=8, decay=0.5),
+                          dict(mtp_every=0)])
 def test_phases_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="phase 'p'"):
         Phase(**{**dict(name="p", length=8, rows=1, steps=10, lr=1.0), **wrong})
@@ -348,20 +297,14 @@ def demonstrations(n: int, start: int = 0):
 def test_packing_keeps_every_token_and_resumes_at_any_border():
     batches = list(pretrain.pack(demonstrations(60), 32, 3))
     assert [i for b in batches for i in b.sample_ids] == list(range(60))
-    texts = Counter(
-        tuple(b.tokens[r][b.doc[r] == d].tolist())
-        for b in batches
-        for r in range(len(b.tokens))
-        for d in range(int(b.doc[r].max()) + 1)
-    )
+    texts = Counter(tuple(b.tokens[r][b.doc[r] == d].tolist()) for b in batches for r in range(len(b.tokens))
+                    for d in range(int(b.doc[r].max()) + 1))
     assert texts == Counter(tuple(ids) for ids, _ in demonstrations(60))
     assert sum(int(b.targets.sum()) for b in batches) == sum(sum(mask[1:]) for _, mask in demonstrations(60))
     for k, batch in enumerate(batches):
         first = batch.sample_ids[0]
-        assert all(
-            equal(a, b)
-            for a, b in zip(batches[k:], pretrain.pack(demonstrations(60, first), 32, 3, first), strict=True)
-        )
+        assert all(equal(a, b) for a,
+                   b in zip(batches[k:], pretrain.pack(demonstrations(60, first), 32, 3, first), strict=True))
     with pytest.raises(ValueError, match="sample 7"):
         list(pretrain.pack([([1] * 33, [1] * 33)], 32, 3, first=7))
 
@@ -462,9 +405,8 @@ def run(corpus, phase, stops, seed=0):
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
         batches = pretrain.code_batches(corpus, phase, cursor, seed)
-        for metrics in itertools.islice(
-            pretrain.train_phase(model, None, optimizer, phase, batches, cursor.step), stop - cursor.step
-        ):
+        for metrics in itertools.islice(pretrain.train_phase(model, None, optimizer, phase, batches,
+                                                             cursor.step), stop - cursor.step):
             cursor = cursor.after(metrics)
             log.append((metrics["loss"], metrics["grad_norm"], metrics["lr"], metrics["sample_ids"]))
         cursor, buffer = Cursor(**json.loads(json.dumps(asdict(cursor)))), io.BytesIO()
@@ -493,62 +435,42 @@ def test_training_learns_and_reports(corpus):
     model = tiny()
     batches = pretrain.code_batches(corpus, phase, Cursor(), 0)
     log = list(pretrain.train_phase(model, None, pretrain.make_optimizer([model], 1e-2), phase, batches))
-    assert log[-1]["bits"] < log[0]["bits"] - 2 and log[-1]["bits"] == pytest.approx(
-        log[-1]["loss"] / math.log(2)
-    )
+    assert log[-1]["bits"] < log[0]["bits"] - 2 and log[-1]["bits"] == pytest.approx(log[-1]["loss"]
+                                                                                     / math.log(2))
     assert all(m["tokens"] == 512 and 0 <= m["data_seconds"] < m["seconds"] for m in log)
-    assert any(
-        m.gate.e_score_correction_bias.abs().sum() > 0 for m in model.modules() if isinstance(m, moe.MoE)
-    )
+    assert any(m.gate.e_score_correction_bias.abs().sum() > 0 for m in model.modules() if isinstance(m,
+                                                                                                     moe.MoE))
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights(corpus):
     phase = Phase("p", 64, 2, 5, 1e-3)
     model = tiny()
-    steps = pretrain.train_phase(
-        model,
-        None,
-        pretrain.make_optimizer([model], 1e-3),
-        phase,
-        pretrain.code_batches(corpus, phase, Cursor(), 0),
-    )
+    steps = pretrain.train_phase(model, None, pretrain.make_optimizer([model], 1e-3), phase,
+                                 pretrain.code_batches(corpus, phase, Cursor(), 0))
     next(steps)
     with torch.no_grad():
         model.lm_head.weight[3, 3] = float("nan")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(FloatingPointError, match=r"step 1: loss nan.*samples \[2, 3\]"):
         next(steps)
-    assert all(
-        torch.equal(p.nan_to_num(7), before[name].nan_to_num(7)) for name, p in model.named_parameters()
-    )
+    assert all(torch.equal(p.nan_to_num(7), before[name].nan_to_num(7)) for name,
+               p in model.named_parameters())
 
 
 def test_a_parameter_without_a_gradient_is_noticed(corpus):
     phase, model = Phase("p", 64, 2, 5, 1e-3), tiny()
     model.unused = torch.nn.Linear(2, 2)
     with pytest.raises(AssertionError, match="2 of"):
-        next(
-            pretrain.train_phase(
-                model,
-                None,
-                pretrain.make_optimizer([model], 1e-3),
-                phase,
-                pretrain.code_batches(corpus, phase, Cursor(), 0),
-            )
-        )
+        next(pretrain.train_phase(model, None, pretrain.make_optimizer([model], 1e-3), phase,
+                                  pretrain.code_batches(corpus, phase, Cursor(), 0)))
 
 
 def test_spikes_are_reported(corpus):
     assert pretrain.spike([1.0] * 8, 1.6, 1.5) and not pretrain.spike([1.0] * 8, 1.4, 1.5)
     assert not pretrain.spike([1.0] * 7, 9.0, 1.5)
     phase, model = Phase("p", 64, 2, 12, 1e-3), tiny()
-    steps = pretrain.train_phase(
-        model,
-        None,
-        pretrain.make_optimizer([model], 1e-3),
-        phase,
-        pretrain.code_batches(corpus, phase, Cursor(), 0),
-    )
+    steps = pretrain.train_phase(model, None, pretrain.make_optimizer([model], 1e-3), phase,
+                                 pretrain.code_batches(corpus, phase, Cursor(), 0))
     assert all(not m["spike"] for m in itertools.islice(steps, 10))
     with torch.no_grad():
         model.lm_head.weight *= 30
@@ -560,11 +482,8 @@ def test_bf16_trains_close_to_fp32(corpus):
     for precision in ("fp32", "bf16"):
         phase, model = Phase("p", 64, 4, 5, 3e-3, precision=precision), tiny()
         batches = pretrain.code_batches(corpus, phase, Cursor(), 0)
-        finals.append(
-            list(pretrain.train_phase(model, None, pretrain.make_optimizer([model], 3e-3), phase, batches))[
-                -1
-            ]["loss"]
-        )
+        finals.append(list(pretrain.train_phase(model, None, pretrain.make_optimizer([model], 3e-3), phase,
+                                                batches))[-1]["loss"])
     assert finals[0] != finals[1] and finals[0] == pytest.approx(finals[1], rel=0.02)
 
 
@@ -582,9 +501,8 @@ def test_the_mtp_phase_leaves_the_model_alone_and_the_joint_one_trains_both(corp
     before = {name: t.clone() for name, t in model.state_dict().items()}
     heads_before = [p.detach().clone() for p in heads.parameters()]
     only = Phase("mtp", 64, 4, 6, 1e-2, mtp="only")
-    log = list(
-        pretrain.train_phase(model, heads, optimizer, only, pretrain.code_batches(corpus, only, Cursor(), 0))
-    )
+    log = list(pretrain.train_phase(model, heads, optimizer, only,
+                                    pretrain.code_batches(corpus, only, Cursor(), 0)))
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(not torch.equal(p, q) for p, q in zip(heads.parameters(), heads_before))
     assert any(name.startswith("mtp_") for name in log[0])
@@ -592,11 +510,8 @@ def test_the_mtp_phase_leaves_the_model_alone_and_the_joint_one_trains_both(corp
         int(m.gate.load.sum()) == 0 for m in model.modules() if isinstance(m, moe.MoE)
     )  # nothing to balance
     joint = Phase("joint", 64, 4, 4, 1e-2, mtp="joint", mtp_every=2)
-    log = list(
-        pretrain.train_phase(
-            model, heads, optimizer, joint, pretrain.code_batches(corpus, joint, Cursor(), 0)
-        )
-    )
+    log = list(pretrain.train_phase(model, heads, optimizer, joint,
+                                    pretrain.code_batches(corpus, joint, Cursor(), 0)))
     assert [any(name.startswith("mtp_") for name in m) for m in log] == [True, False, True, False]
     assert any(not torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
@@ -622,20 +537,13 @@ def test_the_codebase_loss_scores_every_token_once_for_any_window_and_stride():
     model, ids = Bigram(40), np.random.default_rng(0).integers(0, 40, 101)
     logp = model.table.double().log_softmax(-1)
     wanted = -sum(float(logp[a, b]) for a, b in zip(ids, ids[1:]))
-    for window, stride, batch in (
-        (16, 8, 8),
-        (16, 16, 3),
-        (16, 1, 8),
-        (7, 5, 2),
-        (100, 50, 8),
-        (500, 3, 8),
-        (99, 99, 1),
-    ):
+    for window, stride, batch in ((16, 8, 8), (16, 16, 3), (16, 1, 8), (7, 5, 2), (100, 50, 8), (500, 3, 8),
+                                  (99, 99, 1)):
         result = pretrain.codebase_nll(model, ids, 100, window, stride, batch)
         assert result["nll"] == pytest.approx(wanted, rel=1e-6) and result["tokens"] == 100, (window, stride)
-    assert result["bpb"] == pytest.approx(wanted / 100 / math.log(2)) and result["ppl"] == pytest.approx(
-        math.exp(wanted / 100)
-    )
+    assert result["bpb"] == pytest.approx(wanted / 100
+                                          / math.log(2)) and result["ppl"] == pytest.approx(math.exp(wanted
+                                                                                                     / 100))
     for bad in (dict(window=8, stride=9), dict(window=8, stride=-1)):
         with pytest.raises(ValueError, match="stride"):
             pretrain.codebase_nll(model, ids, 100, **bad)
@@ -662,15 +570,13 @@ def test_a_guess_costs_log2_of_the_vocabulary_everywhere(corpus):
 
 def test_recall_asks_for_the_name_that_was_defined(corpus, monkeypatch):
     pairs = []
-    monkeypatch.setattr(
-        pretrain, "_answer_nll", lambda model, asked: pairs.extend(asked) or [0.0] * len(asked)
-    )
+    monkeypatch.setattr(pretrain, "_answer_nll", lambda model,
+                        asked: pairs.extend(asked) or [0.0] * len(asked))
     pretrain.recall_by_distance(None, corpus, (30,), n=4)
     for asked, answer in pairs:
         text = Bytes().decode(asked[1:])
-        assert (
-            asked[0] == 257 and text.startswith(f"KEY={Bytes().decode(answer)}\n") and text.endswith("\nKEY=")
-        )
+        assert (asked[0] == 257 and text.startswith(f"KEY={Bytes().decode(answer)}\n")
+                and text.endswith("\nKEY="))
         assert len(asked) == 1 + 11 + 30 + 5
 
 
@@ -695,23 +601,15 @@ def test_track_rows_are_full_and_ask_only_for_results():
     for index in range(20):
         ids, mask = pretrain.track_row(Bytes(), 0, index, 256)
         assert len(ids) == len(mask) == 256 and (ids, mask) == pretrain.track_row(Bytes(), 0, index, 256)
-        wanted = [
-            bytes(i for i, _ in group).decode()
-            for m, group in itertools.groupby(zip(ids, mask), lambda x: x[1])
-            if m
-        ]
+        wanted = [bytes(i for i, _ in group).decode() for m,
+                  group in itertools.groupby(zip(ids, mask), lambda x: x[1]) if m]
         assert all(text.endswith("---\n") and "+" not in text for text in wanted[:-1]) and 257 in ids
     assert pretrain.track_row(Bytes(), 0, 0, 256) != pretrain.track_row(Bytes(), 1, 0, 256)
 
 
 def test_edit_distance():
-    cases = [
-        ("kitten", "sitting", 3),
-        ("", "abc", 3),
-        ("abc", "abc", 0),
-        ("flaw", "lawn", 2),
-        ("ab", "ba", 2),
-    ]
+    cases = [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "abc", 0), ("flaw", "lawn", 2),
+             ("ab", "ba", 2)]
     assert [pretrain.edit_distance(a, b) for a, b, _ in cases] == [d for *_, d in cases]
     assert [pretrain.edit_distance(b, a) for a, b, _ in cases] == [d for *_, d in cases]
 
@@ -748,12 +646,9 @@ def test_state_tracking_scores_a_perfect_reader_zero_and_one_that_ignores_edits_
 
 
 def test_the_probe_finds_what_was_learned():
-    sources = [
-        f"def {a}_{b}({', '.join(rng.sample('abcdefghij', 3))}):\n    pass\n"
-        for rng in [random.Random(0)]
-        for a in ("load", "save", "find")
-        for b in ("user", "file", "page", "item")
-    ]
+    sources = [f"def {a}_{b}({', '.join(rng.sample('abcdefghij', 3))}):\n    pass\n"
+               for rng in [random.Random(0)] for a in ("load", "save", "find") for b in ("user", "file",
+                                                                                         "page", "item")]
     seen, unseen = sources[:10], sources
     model = tiny()
     assert 0 <= pretrain.knowledge_probe(model, Bytes(), unseen, n=12) <= 0.6
@@ -769,9 +664,8 @@ def test_the_probe_finds_what_was_learned():
 
 def test_the_probe_offers_different_signatures(monkeypatch):
     sources, pairs = [f"def f{i}(a{i % 4}):\n    pass\n" for i in range(8)], []
-    monkeypatch.setattr(
-        pretrain, "_answer_nll", lambda model, asked: pairs.extend(asked) or [0.0] * len(asked)
-    )
+    monkeypatch.setattr(pretrain, "_answer_nll", lambda model,
+                        asked: pairs.extend(asked) or [0.0] * len(asked))
     pretrain.knowledge_probe(tiny(), Bytes(), sources, n=8)
     for k in range(0, len(pairs), 4):
         name, answers = Bytes().decode(pairs[k][0][1:]), [Bytes().decode(a) for _, a in pairs[k : k + 4]]
@@ -780,9 +674,8 @@ def test_the_probe_offers_different_signatures(monkeypatch):
 
 def test_the_log_linear_fit_gives_the_worked_numbers():
     """Held-out bits/byte of a toy run; slope, R² and residuals computed by hand."""
-    slope, intercept, r2, residuals = pretrain.log_linear_fit(
-        [51e3, 102e3, 205e3, 410e3, 819e3], [3.84, 3.32, 2.83, 2.43, 2.15]
-    )
+    slope, intercept, r2, residuals = pretrain.log_linear_fit([51e3, 102e3, 205e3, 410e3, 819e3],
+                                                              [3.84, 3.32, 2.83, 2.43, 2.15])
     assert slope == pytest.approx(-1.42, abs=0.01) and r2 == pytest.approx(0.987, abs=0.001)
     assert residuals == pytest.approx([0.07, -0.02, -0.08, -0.06, 0.09], abs=0.011)
     assert pretrain.log_linear_fit([1, 10, 100], [3, 2, 1])[:3] == pytest.approx((-1, 3, 1))
@@ -800,8 +693,7 @@ def test_flops_count_the_active_matrices_and_the_causal_half():
 
 @pytest.mark.slow
 def test_the_bench_ends_with_one_line_of_json():
-    out = subprocess.run(
-        [sys.executable, pretrain.__file__, "--bench"], capture_output=True, text=True, check=True
-    ).stdout
+    out = subprocess.run([sys.executable, pretrain.__file__, "--bench"], capture_output=True, text=True,
+                         check=True).stdout
     result = json.loads(out.splitlines()[-1])
     assert {"vs_transformers", "data_share", "utilisation"} <= set(result) and result["data_share"] < 0.02

@@ -13,18 +13,9 @@ import train
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-ARROWS = {
-    "kl": (),
-    "length_penalty": (),
-    "kernels": (),
-    "sandbox": (),
-    "summarize": (),
-    "moe": ("kernels",),
-    "mtp": ("moe",),
-    "pretrain": ("moe", "mtp"),
-    "bench": ("sandbox", "summarize", "length_penalty"),
-    "grpo": ("kl", "length_penalty", "summarize", "sandbox", "moe", "mtp"),
-}
+ARROWS = {"kl": (), "length_penalty": (), "kernels": (), "sandbox": (), "summarize": (), "moe": ("kernels",),
+          "mtp": ("moe",), "pretrain": ("moe", "mtp"), "bench": ("sandbox", "summarize", "length_penalty"),
+          "grpo": ("kl", "length_penalty", "summarize", "sandbox", "moe", "mtp")}
 ARROWS["train"] = tuple(ARROWS)
 
 
@@ -40,9 +31,8 @@ def imports(path: Path) -> set[str]:
 
 def test_file_map_is_the_tree() -> None:
     listed = re.findall(r"^\| `(\w+\.py)` \|", README, re.M)
-    assert (
-        sorted(listed) == sorted(p.name for p in ROOT.glob("*.py")) == sorted(f"{name}.py" for name in ARROWS)
-    )
+    assert (sorted(listed) == sorted(p.name for p in ROOT.glob("*.py")) == sorted(f"{name}.py"
+                                                                                  for name in ARROWS))
 
 
 @pytest.mark.parametrize("name", ARROWS)
@@ -53,16 +43,8 @@ def test_arrows_point_one_way(name: str) -> None:
 @pytest.mark.parametrize("name", ARROWS)
 def test_packages_are_those_of_requirements(name: str) -> None:
     third = {m for m in imports(ROOT / f"{name}.py") if m not in sys.stdlib_module_names and m not in ARROWS}
-    assert third <= {
-        "torch",
-        "triton",
-        "numpy",
-        "tqdm",
-        "matplotlib",
-        "tiktoken",
-        "transformers",
-        "grouped_gemm",
-    }
+    assert third <= {"torch", "triton", "numpy", "tqdm", "matplotlib", "tiktoken", "transformers",
+                     "grouped_gemm"}
 
 
 def test_leaves_run_with_what_they_may_import(tmp_path) -> None:
@@ -76,18 +58,12 @@ def test_leaves_run_with_what_they_may_import(tmp_path) -> None:
             closure |= more
         for n in closure:
             (folder / f"{n}.py").write_text((ROOT / f"{n}.py").read_text())
-    code = (
-        "import sys; sys.modules['triton'] = None\nfor name in {!r}:\n"
-        "    sys.path.insert(0, {!r} + '/' + name)\n    __import__(name)\n"
-        "    for m in {!r}: sys.modules.pop(m, None)\n    sys.path.pop(0)"
-    )
+    code = ("import sys; sys.modules['triton'] = None\nfor name in {!r}:\n"
+            "    sys.path.insert(0, {!r} + '/' + name)\n    __import__(name)\n"
+            "    for m in {!r}: sys.modules.pop(m, None)\n    sys.path.pop(0)")
     names = [n for n in ARROWS if n != "train"]
-    done = subprocess.run(
-        [sys.executable, "-c", code.format(names, str(tmp_path), names)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    done = subprocess.run([sys.executable, "-c", code.format(names, str(tmp_path), names)],
+                          capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-800:]
 
 
@@ -110,8 +86,7 @@ def test_no_hidden_state() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in ARROWS if n != "train"])
 def test_demonstration_runs(name: str, tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, f"{name}.py"], cwd=ROOT, capture_output=True, text=True, timeout=180
-    )
+    done = subprocess.run([sys.executable, f"{name}.py"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=180)
     assert done.returncode == 0, done.stderr[-800:]
     assert len(done.stdout.splitlines()) >= 4 and any(c.isdigit() for c in done.stdout)

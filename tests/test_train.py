@@ -24,48 +24,26 @@ KEYS = {"wall_s", "peak_rss_gb", "heldout_bpb", "mtp_acceptance", "before_rl", "
 
 
 def run(*args: str, timeout: float = 240) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "train.py", *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run([sys.executable, "train.py", *args], cwd=ROOT, capture_output=True, text=True,
+                          timeout=timeout)
 
 
 def test_set_is_nested_typed_and_survives_json() -> None:
-    c = train.build_config(
-        "toy",
-        [
-            "grpo.group_size=4",
-            "model.init_std=0.5",
-            'long.mix={"code": 1.0}',
-            "data=x",
-            "grpo.betas=[0.8, 0.9]",
-        ],
-        seed=3,
-    )
-    assert (c.grpo.group_size, c.model.init_std, c.long.mix, c.data, c.seed, c.grpo.betas) == (
-        4,
-        0.5,
-        {"code": 1.0},
-        "x",
-        3,
-        (0.8, 0.9),
-    )
+    c = train.build_config("toy",
+                           ["grpo.group_size=4", "model.init_std=0.5", 'long.mix={"code": 1.0}', "data=x",
+                            "grpo.betas=[0.8, 0.9]"], seed=3)
+    assert (c.grpo.group_size, c.model.init_std, c.long.mix, c.data, c.seed, c.grpo.betas) == (4, 0.5,
+                                                                                               {"code": 1.0},
+                                                                                               "x", 3,
+                                                                                               (0.8, 0.9))
     assert train.config_from(json.loads(json.dumps(train.dataclasses.asdict(c)))) == c
 
 
-@pytest.mark.parametrize(
-    "bad, hint",
-    [
-        ("grpo.group_sise=4", "grpo.group_size"),
-        ("grop.steps=4", "grpo.steps"),
-        ("sead=1", "seed"),
-        ("grpo=3", "grpo."),
-        ("grpo.steps=many", "int"),
-        ("grpo.steps=1.5", "int"),
-        ("grpo.group_size=1", "group of one"),
-        ("long.mix=[", "dict"),
-        ("grpo.steps", "key=value"),
-    ],
-)
+@pytest.mark.parametrize("bad, hint",
+                         [("grpo.group_sise=4", "grpo.group_size"), ("grop.steps=4", "grpo.steps"),
+                          ("sead=1", "seed"), ("grpo=3", "grpo."), ("grpo.steps=many", "int"),
+                          ("grpo.steps=1.5", "int"), ("grpo.group_size=1", "group of one"),
+                          ("long.mix=[", "dict"), ("grpo.steps", "key=value")])
 def test_a_bad_setting_is_refused_with_the_way_out(bad: str, hint: str) -> None:
     with pytest.raises(train.Refused, match=hint):
         train.build_config("toy", [bad])
@@ -78,16 +56,10 @@ def test_every_size_builds_and_toy_and_full_differ_in_numbers_only() -> None:
     assert source.count('== "toy"') == 0, "no code may branch on the toy's name"
 
 
-@pytest.mark.parametrize(
-    "args, hint",
-    [
-        (["--size", "tiny"], "toy or full"),
-        (["--stages", "pretrain,rel"], "rl"),
-        (["--set", "grpo.stepps=1"], "grpo.steps"),
-        (["--device", "tpu"], "cpu or cuda"),
-        (["--size", "full"], "GPUs"),
-    ],
-)
+@pytest.mark.parametrize("args, hint",
+                         [(["--size", "tiny"], "toy or full"), (["--stages", "pretrain,rel"], "rl"),
+                          (["--set", "grpo.stepps=1"], "grpo.steps"), (["--device", "tpu"], "cpu or cuda"),
+                          (["--size", "full"], "GPUs")])
 def test_bad_input_is_one_line_and_makes_nothing(args: list[str], hint: str, tmp_path) -> None:
     done = run(*args, "--out", str(tmp_path / "run"))
     assert done.returncode != 0 and hint in done.stderr and len(done.stderr.strip().splitlines()) == 1
@@ -155,9 +127,8 @@ def test_the_whole_program_shrunk(tmp_path) -> None:
     glossary = train.__doc__
     for m in logged:
         if m["stage"] == "rl":
-            missing = [
-                k for k in m if k not in glossary and k not in ("stage", "step", "families", "length_cost")
-            ]
+            missing = [k for k in m if k not in glossary and k not in ("stage", "step", "families",
+                                                                       "length_cost")]
             assert not missing, missing
     used = json.loads((out / "groups" / "used.json").read_text())
     assert len(used) == len(set(used)) == 4
@@ -186,8 +157,8 @@ class Job(NamedTuple):
     ranks: dict = {}  # another layout than LAYOUTS'
 
 
-JOBS = {4: [Job("four"), Job("cut", stop=1), Job("again", "cut")], 2: [Job("two"), Job("two_on", "cut", ranks=dict(ep=1))],
-        1: [Job("one"), Job("one_on", "cut")]}
+JOBS = {4: [Job("four"), Job("cut", stop=1), Job("again", "cut")],
+        2: [Job("two"), Job("two_on", "cut", ranks=dict(ep=1))], 1: [Job("one"), Job("one_on", "cut")]}
 
 
 def do(job: Job, n: int, folder: Path) -> None:
@@ -286,8 +257,8 @@ def launch(rank: int, n: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     if n > 1:
-        train.dist.init_process_group("gloo", init_method=f"file://{folder}/store{n}", rank=rank, world_size=n,
-                                      timeout=timedelta(seconds=120))
+        train.dist.init_process_group("gloo", init_method=f"file://{folder}/store{n}", rank=rank,
+                                      world_size=n, timeout=timedelta(seconds=120))
     for job in JOBS[n]:
         do(job, n, Path(folder))
     reinforce(n, Path(folder))
@@ -422,8 +393,8 @@ def test_killed_services_come_back_and_no_task_is_trained_twice(tmp_path) -> Non
     options = ("--smoke", "--out", str(out), "--set", "grpo.steps=8", "--set", "checkpoint_s=0.5")
     assert run(*options, "--stages", "pretrain,mtp,long,sft").returncode == 0
     with open(tmp_path / "log", "w") as log:
-        first = subprocess.Popen([sys.executable, "train.py", *options, "--resume", "--stages", "rl"], cwd=ROOT,
-                                 stdout=log, stderr=subprocess.STDOUT)
+        first = subprocess.Popen([sys.executable, "train.py", *options, "--resume", "--stages", "rl"],
+                                 cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         evaluator = subprocess.Popen([sys.executable, "train.py", "--role", "evaluator", "--out", str(out)],
                                      cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
