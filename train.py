@@ -42,9 +42,16 @@ Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the st
     families, mix              reward by family; groups of each in the step
     mean, best_of_8            of an evaluation: over tasks, 8 samples each
 
-Differences from the report: every number of the toy; one machine; the MTP loss is taken on every
-`mtp_every`-th step. Not here yet: torch.distributed inside a service, `--plan`, an evaluator process beside
-the run, Figure 2.
+On several processes (S1–S3) the trainer is one program under torchrun; `ranks.*` says how it is cut:
+
+    torchrun --nproc-per-node 4 train.py --size toy --out runs/four --set ranks.ep=2 --set ranks.cp_long=2
+    python train.py --size full --plan --gpus 512 --gpu b300     the real model, sharded on paper: what fits
+    python train.py --role evaluator --out runs/toy              scores the weights that RL publishes
+    python train.py --role sampler --name 7 --out runs/toy       one more sampler, as long as it lives
+
+Differences from the report: every number of the toy; the MTP loss is taken on every `mtp_every`-th step.
+Checkpoints are written while the trainer waits; evaluation inside the trainer uses one rank. Nothing here has
+run on GPUs or over NCCL. Not here yet: Figure 2.
 """
 
 from __future__ import annotations
@@ -1238,8 +1245,8 @@ def open_run(args: argparse.Namespace, config: Config, world: World | None = Non
 
 
 def open_together(args: argparse.Namespace, config: Config, world: World) -> Run:
-    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed and sharded, or
-    sharded while it is only shapes and filled from a checkpoint, each rank reading its part."""
+    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed and sharded,
+    or sharded while it is only shapes and filled from a checkpoint, each rank reading its part."""
     run, word = None, None
     if world.rank == 0:
         try:
@@ -1249,7 +1256,8 @@ def open_together(args: argparse.Namespace, config: Config, world: World) -> Run
             word = str(error)
     if isinstance(word := world.agree(word), str):
         raise Refused(word)
-    run = run or Run(config, Path(args.out or f"runs/{args.size}"), args.size, world, "meta" if args.init else "cpu")
+    out = Path(args.out or f"runs/{args.size}")
+    run = run or Run(config, out, args.size, world, "meta" if args.init else "cpu")
     run.state = word
     run.layers.reset_parameters(config.seed + 1)
     if not args.init:
@@ -1264,14 +1272,14 @@ def open_together(args: argparse.Namespace, config: Config, world: World) -> Run
 @torch.no_grad()
 def fill(model: moe.Transformer, source: moe.Checkpoint, world: World) -> None:
     """Weights of a checkpoint with public names (DeepSeek-V3, Kimi K2) into a model that is only shapes and is
-    sharded already: a rank reads its experts, and of these and all else its rows. MTP layers start from scratch."""
+    sharded already: a rank reads its experts, and of these and all else its rows. MTP starts from scratch."""
     with torch.device("meta"):
         views = dict(moe.public_views(moe.Transformer(model.config)))
     wrong = [name for name, view in views.items()
              if name not in source or tuple(source.spec(name)[0]) != tuple(view.shape)]
     if wrong:
-        raise Refused(f"--init: {len(wrong)} tensors of this model are not in the checkpoint or have another shape "
-                      f"there, the first are {', '.join(wrong[:3])}")
+        raise Refused(f"--init: {len(wrong)} tensors of this model are not in the checkpoint or have another "
+                      f"shape there, the first are {', '.join(wrong[:3])}")
     model.to_empty(device=world.device)
     model.inverse_frequencies.copy_(moe.yarn_inverse_frequencies(model.config))
     for m in model.modules():
@@ -1391,7 +1399,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                    help="set a field, e.g. grpo.group_size=16")
-    p.add_argument("--init", metavar="DIR", help="start from a checkpoint with DeepSeek-V3's or Kimi K2's names")
+    p.add_argument("--init", metavar="DIR",
+                   help="start from a checkpoint with DeepSeek-V3's or Kimi K2's names")
     p.add_argument("--smoke", action="store_true",
                    help="shrink every stage to seconds: a check that everything runs")
     p.add_argument("--plan", action="store_true", help="print what fits where and how fast; trains nothing")

@@ -159,6 +159,8 @@ def test_the_whole_program_shrunk(tmp_path) -> None:
     used = json.loads((out / "groups" / "used.json").read_text())
     assert len(used) == len(set(used)) == 4
     assert (out / "eval" / "0.json").exists() and (out / "eval" / "2.txt").exists()
+    watched = run("--role", "evaluator", "--out", str(out))  # RL is over: it scores the last version and ends
+    assert watched.returncode == 0 and watched.stdout.strip().splitlines()[-1].startswith("version 2: mean")
     again = run("--smoke", "--out", str(out))
     assert again.returncode != 0 and "finished" in again.stderr
 
