@@ -59,6 +59,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import os
@@ -1368,6 +1369,35 @@ def compare_async(args: argparse.Namespace, settings: list[str], world: World) -
     return dict(wall_ratio=round(wall / sync, 3), reward_async=round(reward, 4), reward_sync=round(reward_sync, 4))
 
 
+def figure2(args: argparse.Namespace, settings: list[str], world: World) -> dict:
+    """Does a lower pretraining loss become a better agent (P4, Figure 2)? Three budgets n, 4 n and 16 n of phase 1,
+    three seeds, then the same SFT and RL. What is finished is kept in <out>/figure2.json and not done again."""
+    source = Path(args.out or "runs/figure2")
+    source.mkdir(parents=True, exist_ok=True)
+    ledger = source / "figure2.json"
+    points = json.loads(ledger.read_text()) if ledger.exists() else {}
+    for seed, share in itertools.product(range(3), (16, 4, 1)):
+        if f"{share}/{seed}" in points:
+            continue
+        c = build_config(args.size, [*settings, "sft.mtp=off", "grpo.full_every=10"], seed=seed)
+        steps = max(c.pretrain.steps // share, 1)
+        c = replace(c, pretrain=replace(c.pretrain, steps=steps, warmup=min(c.pretrain.warmup, steps // 2)))
+        run = Run(c, source / f"{share}-{seed}", args.size, world)
+        shutil.rmtree(run.out, ignore_errors=True)
+        run.out.mkdir(parents=True)
+        run.save()
+        for stage in (stage_pretrain, stage_sft, stage_rl):
+            stage(run)
+        tasks = bench.suite("heldout", c.eval_tasks, seed)
+        reward = bench.score(evaluate(run, tasks, c.eval_samples, "held-out"), 1)["mean"]
+        points[f"{share}/{seed}"] = run.results["heldout_bpb"]["pretrain"], reward
+        ledger.write_text(json.dumps(points))
+        print(f"1/{share} of the tokens, seed {seed}: {points[f'{share}/{seed}'][0]:.3f} bits per byte, "
+              f"held-out reward {reward:.3f}", flush=True)
+    loss, reward = (torch.tensor(x).argsort().argsort().double() for x in zip(*points.values()))
+    return dict(points=points, rank_correlation=round(float(torch.corrcoef(torch.stack((loss, reward)))[0, 1]), 3))
+
+
 def blame(error: Exception, world: World) -> str:
     """One line for a crash: when, which rank, what, where in our files, in which collective.
 
@@ -1411,6 +1441,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--name", default="0", help="of a sampler, among those of the same run")
     p.add_argument("--compare-async", action="store_true",
                    help="after a run: repeat its RL, asynchronous and synchronous, and compare time and reward")
+    p.add_argument("--figure2", action="store_true",
+                   help="does a lower loss after phase 1 become a better agent? nine short runs, an hour or more")
     return p
 
 
@@ -1440,6 +1472,8 @@ def main() -> None:
         world = join(config, config.device)
         if args.compare_async:
             return print(json.dumps(compare_async(args, settings, world)))
+        if args.figure2:
+            return print(json.dumps(figure2(args, settings, world)))
         run = open_together(args, config, world)
     except Refused as error:
         sys.exit(f"train.py: error: {error}" if not dist.is_initialized() or dist.get_rank() == 0 else 2)

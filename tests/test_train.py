@@ -1,10 +1,13 @@
 """train.py: configuration, refusals, resume; and the whole program with numbers shrunk."""
 
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -393,3 +396,72 @@ def test_the_plan_counts_the_real_model(capsys) -> None:
     assert line["parameters"] == 1_026_408_209_408 and line["active_parameters"] == 32_861_477_888
     assert 1 / 256 <= line["max_local_share"] <= 1.003 / 256 and line["fits"] and line["tokens_per_s"] > 0
     assert "500 processes" in run("--size", "full", "--plan", "--gpus", "500").stderr
+
+
+# ------------------------------------------------------------------------------------------------ what dies comes back
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen) -> None:
+    """Until the log of `out` has an RL step of this number."""
+    for _ in range(1200):
+        path = out / "metrics.jsonl"
+        logged = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        if any(m["stage"] == "rl" and m["step"] >= step for m in logged):
+            return
+        assert process.poll() is None, "the run ended before that step"
+        time.sleep(0.1)
+    raise AssertionError(f"no RL step {step} within two minutes")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the sampler through /proc")
+def test_killed_services_come_back_and_no_task_is_trained_twice(tmp_path) -> None:
+    out = tmp_path / "run"
+    options = ("--smoke", "--out", str(out), "--set", "grpo.steps=8", "--set", "checkpoint_s=0.5")
+    assert run(*options, "--stages", "pretrain,mtp,long,sft").returncode == 0
+    with open(tmp_path / "log", "w") as log:
+        first = subprocess.Popen([sys.executable, "train.py", *options, "--resume", "--stages", "rl"], cwd=ROOT,
+                                 stdout=log, stderr=subprocess.STDOUT)
+        evaluator = subprocess.Popen([sys.executable, "train.py", "--role", "evaluator", "--out", str(out)],
+                                     cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_step(out, 1, first)
+            evaluator.kill()
+            samplers = [p for p in children(first.pid) if b"sampler" in Path(f"/proc/{p}/cmdline").read_bytes()]
+            os.kill(samplers[0], signal.SIGKILL)  # in the middle of its rollouts
+            wait_for_step(out, 4, first)
+            first.kill()  # in the middle of a step
+        finally:
+            evaluator.kill()
+            first.kill()
+            first.wait()
+    assert "ended with code -9" in (tmp_path / "log").read_text()
+    last = run(*options, "--resume", "--stages", "rl")
+    assert last.returncode == 0, last.stderr
+    used = json.loads((out / "groups" / "used.json").read_text())
+    assert len(used) == len(set(used)) == 8 * 2  # the steps of the final history, no task twice
+    logged = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {m["step"] for m in logged if m["stage"] == "rl"} == set(range(1, 9))
+    kept = {int(p.stem.split("-")[1]) for p in (out / "groups").glob("*-*.pt")}
+    assert not kept & set(used)  # finished groups that were not used are still there, used ones are gone
+
+
+def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch) -> None:
+    import errno
+
+    import grpo
+
+    path = tmp_path / "x.pt"
+    grpo.write_file(path, dict(a=torch.arange(3)))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        grpo.write_file(path, dict(a=torch.arange(9)))
+    assert len(grpo.read_file(path)["a"]) == 3 and list(tmp_path.iterdir()) == [path]
