@@ -51,7 +51,7 @@ On several processes (S1–S3) the trainer is one program under torchrun; `ranks
 
 Differences from the report: every number of the toy; the MTP loss is taken on every `mtp_every`-th step.
 Checkpoints are written while the trainer waits; evaluation inside the trainer uses one rank. Nothing here has
-run on GPUs or over NCCL. Not here yet: Figure 2.
+run on GPUs or over NCCL.
 """
 
 from __future__ import annotations
