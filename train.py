@@ -686,6 +686,9 @@ class Run:
         with torch.device(device):
             self.model = moe.Transformer(config.model)
         self.layers = mtp.MTP(config.model, config.n_mtp)
+        self.layers.reset_parameters(config.seed + 1)
+        if device != "meta":
+            self.model.reset_parameters(config.seed)
         self.memory = Memory()
 
     @property
@@ -1260,9 +1263,6 @@ def open_together(args: argparse.Namespace, config: Config, world: World) -> Run
     out = Path(args.out or f"runs/{args.size}")
     run = run or Run(config, out, args.size, world, "meta" if args.init else "cpu")
     run.state = word
-    run.layers.reset_parameters(config.seed + 1)
-    if not args.init:
-        run.model.reset_parameters(config.seed)
     for module in (run.model, run.layers):
         world.shard(module if next(module.parameters()).is_meta else module.to(world.device))
     if args.init:
