@@ -226,15 +226,11 @@ class Sampler:
         """The model's turn in slot i has ended: start its calls, open the next window, or grade."""
         slot, chain = self.slots[i], self.slots[i].chain
         ids, *_ = self.engine.window(i)
-        summarised = chain.summarising
         calls = chain.turn(ids[slot.start:])
         slot.counts["calls"] += len(calls)
         slot.counts["parallel"] += len(calls) > 1
-        if summarised and not chain.finish:
-            self._close_window(i)
-            ids = chain.open()
-            slot.start = len(ids)
-            self.engine.force(i, ids, slot.start + chain.room(slot.start), reset=True)
+        if chain.reopen:
+            self._next_window(i)
         else:
             slot.pending = self.pool.submit(self._work, slot, calls, bool(chain.finish))
 
@@ -262,11 +258,13 @@ class Sampler:
         if reward is None:
             used = int(self.engine.known[i])
             ids = slot.chain.observe([r.text for r in results], used)
-            if not slot.chain.finish:
+            if slot.chain.finish:
+                slot.pending = self.pool.submit(self._work, slot, (), True)
+            elif slot.chain.reopen:  # a baseline of summarize.py: its history goes into a fresh window
+                self._next_window(i)
+            else:
                 slot.start = used + len(ids)
                 self.engine.force(i, ids, slot.start + slot.chain.room(slot.start))
-                return None
-            slot.pending = self.pool.submit(self._work, slot, (), True)
             return None
         self._close_window(i)
         slot.workspace.close()
@@ -284,6 +282,13 @@ class Sampler:
                                       "memory?")
         self._begin(i, slot.task, slot.index)
         self.slots[i].tries = slot.tries + 1
+
+    def _next_window(self, i: int) -> None:
+        self._close_window(i)
+        slot = self.slots[i]
+        ids = slot.chain.open()
+        slot.start = len(ids)
+        self.engine.force(i, ids, slot.start + slot.chain.room(slot.start), reset=True)
 
     def _close_window(self, i: int) -> None:
         ids, mask, logprobs, versions, routes = self.engine.window(i)

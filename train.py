@@ -42,9 +42,16 @@ Glossary of metrics.jsonl: every line has `stage`, `step`, `wall_s` since the st
     families, mix              reward by family; groups of each in the step
     mean, best_of_8            of an evaluation: over tasks, 8 samples each
 
-Differences from the report: every number of the toy; one machine; the MTP loss is taken on every
-`mtp_every`-th step. Not here yet: torch.distributed inside a service, `--plan`, an evaluator process beside
-the run, Figure 2.
+On several processes (S1–S3) the trainer is one program under torchrun; `ranks.*` says how it is cut:
+
+    torchrun --nproc-per-node 4 train.py --size toy --out runs/four --set ranks.ep=2 --set ranks.cp_long=2
+    python train.py --size full --plan --gpus 512 --gpu b300     the real model, sharded on paper: what fits
+    python train.py --role evaluator --out runs/toy              scores the weights that RL publishes
+    python train.py --role sampler --name 7 --out runs/toy       one more sampler, as long as it lives
+
+Differences from the report: every number of the toy; the MTP loss is taken on every `mtp_every`-th step.
+Checkpoints are written while the trainer waits; evaluation inside the trainer uses one rank. Nothing here has
+run on GPUs or over NCCL.
 """
 
 from __future__ import annotations
@@ -86,7 +93,7 @@ import pretrain
 import sandbox
 from length_penalty import Penalty
 from pretrain import Phase
-from summarize import Protocol, Rollout, WindowConfig
+from summarize import METHODS, Protocol, Rollout, WindowConfig, usage
 
 STAGES = ("pretrain", "mtp", "long", "sft", "rl", "eval")
 
@@ -679,6 +686,9 @@ class Run:
         with torch.device(device):
             self.model = moe.Transformer(config.model)
         self.layers = mtp.MTP(config.model, config.n_mtp)
+        self.layers.reset_parameters(config.seed + 1)
+        if device != "meta":
+            self.model.reset_parameters(config.seed)
         self.memory = Memory()
 
     @property
@@ -898,11 +908,12 @@ def world_of() -> grpo.World:
 
 
 def evaluate(run: Run, tasks: list, samples: int, name: str,
-             summariser: Callable[[str], str] | None = None) -> list[Rollout]:
-    """Sampled rollouts of the run's model on held-out tasks."""
+             summariser: Callable[[str], str] | None = None, method: str = "") -> list[Rollout]:
+    """Sampled rollouts of the run's model on held-out tasks; method: of joining windows (default the run's)."""
     c = run.config
     run.model.eval()
-    sampler = grpo.Sampler(run.model, run.protocol, c.window, world_of(), c.grpo.slots, c.grpo.temperature,
+    window = replace(c.window, method=method or c.window.method)
+    sampler = grpo.Sampler(run.model, run.protocol, window, world_of(), c.grpo.slots, c.grpo.temperature,
                            c.seed, summariser)
     jobs = ((t, g) for t in tasks for g in range(samples))
     done, solved = [], 0.0
@@ -1161,6 +1172,14 @@ def stage_eval(run: Run) -> None:
     for name, f in controls.items():
         rollouts = evaluate(run, pins, c.eval_samples, f"pin, {name}", f)
         control[name] = round(bench.score(rollouts, 1)["mean"], 4)
+    methods = run.results["summary_methods"] = {}  # R8: summarize.py's baselines on the same tasks
+    for name in METHODS:
+        rollouts = evaluate(run, pins, c.eval_samples, f"pin, {name}", method=name)
+        used = zip(*(usage(r.segments) for r in rollouts))
+        tokens = {k: round(sum(v) / len(rollouts), 1) for k, v in zip(("written", "read", "cached"), used)}
+        windows = sum(len(r.segments) for r in rollouts) / len(rollouts)
+        solved = round(bench.score(rollouts, 1)["mean"], 4)
+        methods[name] = dict(solved=solved, windows=round(windows, 2), **tokens)
 
 
 def before_rl(run: Run) -> None:
@@ -1195,9 +1214,15 @@ def report(run: Run) -> dict:
                       for n in ("tokens", "turns", "calls")))
         print("pin with its own summaries {own:.3f}, blanked {blanked:.3f}, scrambled {scrambled:.3f}"
               .format(**r["summary_control"]))
+        print(f"{'pin, by method':15} {'solved':>7} {'windows':>8} {'written':>8} {'read':>7} {'both':>7} "
+              f"{'cached':>7}")
+        for name, t in r.get("summary_methods", {}).items():  # tokens per rollout, see summarize.usage
+            print(f"{name:15} {t['solved']:7.3f} {t['windows']:8.2f} {t['written']:8.1f} {t['read']:7.1f} "
+                  f"{t['written'] + t['read']:7.1f} {t['cached']:7.1f}")
         print(f"MTP: {r['mtp_acceptance']:.3f} of drafts accepted, "
               f"{r['tokens_per_forward']:.2f} tokens per forward pass")
-    keep = ("heldout_bpb", "mtp_acceptance", "tokens_per_forward", "before_rl", "after_rl", "summary_control")
+    keep = ("heldout_bpb", "mtp_acceptance", "tokens_per_forward", "before_rl", "after_rl", "summary_control",
+            "summary_methods")
     line = dict(wall_s=round(run.state["wall_s"], 1), peak_rss_gb=round(r.get("peak_rss", 0) / 2**30, 3),
                 **{k: r[k] for k in keep if k in r})
     if before and after:
@@ -1239,8 +1264,8 @@ def open_run(args: argparse.Namespace, config: Config, world: World | None = Non
 
 
 def open_together(args: argparse.Namespace, config: Config, world: World) -> Run:
-    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed and sharded, or
-    sharded while it is only shapes and filled from a checkpoint, each rank reading its part."""
+    """`open_run` by rank 0, whose word the others take; then the model: made whole from the seed and sharded,
+    or sharded while it is only shapes and filled from a checkpoint, each rank reading its part."""
     run, word = None, None
     if world.rank == 0:
         try:
@@ -1250,11 +1275,9 @@ def open_together(args: argparse.Namespace, config: Config, world: World) -> Run
             word = str(error)
     if isinstance(word := world.agree(word), str):
         raise Refused(word)
-    run = run or Run(config, Path(args.out or f"runs/{args.size}"), args.size, world, "meta" if args.init else "cpu")
+    out = Path(args.out or f"runs/{args.size}")
+    run = run or Run(config, out, args.size, world, "meta" if args.init else "cpu")
     run.state = word
-    run.layers.reset_parameters(config.seed + 1)
-    if not args.init:
-        run.model.reset_parameters(config.seed)
     for module in (run.model, run.layers):
         world.shard(module if next(module.parameters()).is_meta else module.to(world.device))
     if args.init:
@@ -1265,14 +1288,14 @@ def open_together(args: argparse.Namespace, config: Config, world: World) -> Run
 @torch.no_grad()
 def fill(model: moe.Transformer, source: moe.Checkpoint, world: World) -> None:
     """Weights of a checkpoint with public names (DeepSeek-V3, Kimi K2) into a model that is only shapes and is
-    sharded already: a rank reads its experts, and of these and all else its rows. MTP layers start from scratch."""
+    sharded already: a rank reads its experts, and of these and all else its rows. MTP starts from scratch."""
     with torch.device("meta"):
         views = dict(moe.public_views(moe.Transformer(model.config)))
     wrong = [name for name, view in views.items()
              if name not in source or tuple(source.spec(name)[0]) != tuple(view.shape)]
     if wrong:
-        raise Refused(f"--init: {len(wrong)} tensors of this model are not in the checkpoint or have another shape "
-                      f"there, the first are {', '.join(wrong[:3])}")
+        raise Refused(f"--init: {len(wrong)} tensors of this model are not in the checkpoint or have another "
+                      f"shape there, the first are {', '.join(wrong[:3])}")
     model.to_empty(device=world.device)
     model.inverse_frequencies.copy_(moe.yarn_inverse_frequencies(model.config))
     for m in model.modules():
@@ -1421,7 +1444,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", action="store_true", help="go on with the run in --out")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                    help="set a field, e.g. grpo.group_size=16")
-    p.add_argument("--init", metavar="DIR", help="start from a checkpoint with DeepSeek-V3's or Kimi K2's names")
+    p.add_argument("--init", metavar="DIR",
+                   help="start from a checkpoint with DeepSeek-V3's or Kimi K2's names")
     p.add_argument("--smoke", action="store_true",
                    help="shrink every stage to seconds: a check that everything runs")
     p.add_argument("--plan", action="store_true", help="print what fits where and how fast; trains nothing")

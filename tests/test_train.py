@@ -127,12 +127,15 @@ def test_the_whole_program_shrunk(tmp_path) -> None:
     glossary = train.__doc__
     for m in logged:
         if m["stage"] == "rl":
-            missing = [k for k in m if k not in glossary and k not in ("stage", "step", "families",
-                                                                       "length_cost")]
+            missing = [k for k in m if k.split("_p")[0] not in glossary and k not in ("stage", "step",
+                                                                                      "families",
+                                                                                      "length_cost")]
             assert not missing, missing
     used = json.loads((out / "groups" / "used.json").read_text())
     assert len(used) == len(set(used)) == 4
     assert (out / "eval" / "0.json").exists() and (out / "eval" / "2.txt").exists()
+    watched = run("--role", "evaluator", "--out", str(out))  # RL is over: it scores the last version and ends
+    assert watched.returncode == 0 and watched.stdout.strip().splitlines()[-1].startswith("version 2: mean")
     again = run("--smoke", "--out", str(out))
     assert again.returncode != 0 and "finished" in again.stderr
 
