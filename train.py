@@ -71,6 +71,7 @@ import threading
 import time
 import traceback
 import typing
+import warnings
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -1492,6 +1493,8 @@ def main() -> None:
         run = open_together(args, config, world)
     except Refused as error:
         sys.exit(f"train.py: error: {error}" if not dist.is_initialized() or dist.get_rank() == 0 else 2)
+    # What torch says of a checkpoint in a single process, each time, is what is meant here.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     run.say(layout(run))
