@@ -725,9 +725,14 @@ def sampler_loop(model: moe.Transformer, reference: moe.Transformer, protocol: P
         return claims.take(limit if weights.version >= 0 else 0, lambda taken: curriculum.order(taken, late))
 
     def jobs() -> Iterator[tuple[object, int] | None]:
+        refused = -1, 0.0  # version and time: between two decode steps little can change, and folders are slow
         while True:
+            if refused[0] == weights.version and time.monotonic() < refused[1] + 0.2:
+                yield None
+                continue
             if (index := next_task()) is None:
                 claims.release()
+                refused = weights.version, time.monotonic()
                 yield None
                 continue
             t = task(curriculum.family(index), index)
@@ -761,13 +766,13 @@ class Trainer:
     FILTER = 0.5  # plausibility of the filter that is measured beside plain replay; ours
 
     def __init__(self, model: moe.Transformer, optimizer_of: Callable[[list], torch.optim.Optimizer],
-                 c: GRPOConfig, out: Path):
+                 c: GRPOConfig, out: Path, rank: int = 0, n_ranks: int = 1):
         self.model, self.c, self.groups = model, c, out / "groups"
         self.master = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
         self.optimizer = optimizer_of(self.master)
         self.used: list[int] = []  # tasks trained on, in order
         self.version, self.dropped = 0, 0
-        self.publisher = Publisher(out / "weights", c.full_every)
+        self.publisher = Publisher(out / "weights", c.full_every, rank, n_ranks)
         (self.groups / "aside").mkdir(parents=True, exist_ok=True)
         self._round()
 
@@ -815,14 +820,22 @@ class Trainer:
     def state(self) -> dict:
         """Everything that resuming needs; the caller writes it and then calls `forget_used`."""
         return dict(master=[m.detach() for m in self.master], optimizer=self.optimizer.state_dict(),
-                    version=self.version, used=self.used, dropped=self.dropped)
+                    **self.progress())
+
+    def progress(self) -> dict:
+        """What of `state` is not weights or moments: plain values, for whoever stores those in place."""
+        return dict(version=self.version, used=self.used, dropped=self.dropped)
 
     def load(self, state: dict) -> None:
         with torch.no_grad():
             for m, value in zip(self.master, state["master"], strict=True):
                 m.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.version, self.used, self.dropped = state["version"], list(state["used"]), state["dropped"]
+        self.go_on(**{k: state[k] for k in self.progress()})
+
+    def go_on(self, version: int, used: list[int], dropped: int) -> None:
+        """Take up stored `progress`; masters and moments have been restored."""
+        self.version, self.used, self.dropped = version, list(used), dropped
         self._round()
 
     def forget_used(self) -> None:
@@ -1128,6 +1141,8 @@ def ablate() -> None:
     print("the last one's |Δ log-prob| of trainer and sampler, 99th percentile: "
           + ", ".join(f"{name} {mean(k + '_p99'):.4f}" for name, k in kinds.items()))
     print("wrong: tokens of a wrong rollout; cut: share that ended at the limit; lag in steps; ESS of whole chains")
+
+
 def off_policy_bias(shift: float, weighting: str, seed: int = 0) -> float:
     """Relative error of the expected gradient when samples come from another policy, by exact enumeration.
 

@@ -712,16 +712,21 @@ def public_views(model: Transformer, experts: range | None = None) -> Iterator[t
     experts = experts or range(model.config.n_experts)
     for name, tensor in model.state_dict().items():
         public = name if name.startswith("lm_head.") else "model." + name
-        base, _, last = public.rpartition(".")
-        if last not in ("w_gate_up", "w_down"):
+        if not public.endswith(("w_gate_up", "w_down")):
             yield public, tensor
             continue
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor            # a rank's DTensor
         if len(tensor) != len(experts):
             raise ValueError(f"{name} holds {len(tensor)} experts, not the {len(experts)} of {experts}")
-        for e, w in zip(experts, tensor):
-            for part, view in zip(("gate", "up"), w.chunk(2)) if last == "w_gate_up" else (("down", w),):
-                yield f"{base}.experts.{e}.{part}_proj.weight", view
+        yield from expert_views(public, tensor, experts)
+
+
+def expert_views(name: str, stacked: Tensor, experts: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
+    """(public name, view) per expert and projection of `name`, ….w_gate_up [E, 2I, D] or ….w_down [E, D, I]."""
+    base, _, last = name.rpartition(".")
+    for e, w in zip(experts, stacked):
+        for part, view in zip(("gate", "up"), w.chunk(2)) if last == "w_gate_up" else (("down", w),):
+            yield f"{base}.experts.{e}.{part}_proj.weight", view
 
 
 @torch.no_grad()

@@ -108,12 +108,8 @@ def to_public(model: moe.Transformer, mtp: MTP) -> dict[str, Tensor]:
         _, k, rest = name.split(".", 2)
         prefix = f"model.layers.{mtp.config.n_layers + int(k)}."
         rest = rest.removeprefix("block.")
-        if rest == "mlp.w_gate_up":  # [E, 2I, D]
-            for e, both in enumerate(tensor):
-                for half, w in zip(("gate", "up"), both.chunk(2)):
-                    out[f"{prefix}mlp.experts.{e}.{half}_proj.weight"] = w
-        elif rest == "mlp.w_down":
-            out |= {f"{prefix}mlp.experts.{e}.down_proj.weight": w for e, w in enumerate(tensor)}
+        if rest in ("mlp.w_gate_up", "mlp.w_down"):
+            out |= moe.expert_views(prefix + rest, tensor, range(len(tensor)))
         else:
             out[prefix + ("shared_head." + rest if rest == "norm.weight" else rest)] = tensor
         out[prefix + "embed_tokens.weight"] = model.embed_tokens.weight.detach()

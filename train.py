@@ -65,6 +65,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -78,7 +79,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -871,21 +872,20 @@ def demonstrations(run: Run, corpus: pretrain.Corpus, first: int) -> Iterator[tu
     c, families = run.config, list(bench.FAMILIES)
     per_step, sample, index = c.sft.rows * c.sft.length / 95, 0, 0  # about 95 tokens a segment
     while True:
+        beside = []
         if c.sft_code and index % c.sft_code == 0:
-            if sample >= first:
-                (ids, _), *_ = corpus.row(index // c.sft_code, c.sft.length, c.seed + 3)
-                yield ids[:48].tolist(), [1] * len(ids[:48])  # short: code must not outweigh the turns
-            sample += 1
+            (ids, _), *_ = corpus.row(index // c.sft_code, c.sft.length, c.seed + 3)
+            beside.append((ids[:48].tolist(), [1] * len(ids[:48])))  # short: code must not outweigh the turns
         if c.sft_recall and index % c.sft_recall == 0:
-            if sample >= first:
-                yield pretrain.recall_document(run.protocol.tokenizer, f"{c.seed}/sft/{index}", 2 + index // 4 % 3, 8)
-            sample += 1
+            lines = 2 + index // 4 % 3
+            beside.append(pretrain.recall_document(run.protocol.tokenizer, f"{c.seed}/sft/{index}", lines, 8))
+        sample += len(beside)
         careful = sample < c.sft_careful * c.sft.steps * per_step
         task = bench.task(families[index % len(families)], "train", index, c.seed)
-        for s in bench.demonstrate(task, run.protocol, c.window, 1.0 if careful else c.sft_accuracy, c.seed):
-            if sample >= first:
-                yield s.ids, s.mask
-            sample += 1
+        turns = bench.demonstrate(task, run.protocol, c.window, 1.0 if careful else c.sft_accuracy, c.seed)
+        rows = [*beside, *((s.ids, s.mask) for s in turns)]
+        sample += len(turns)
+        yield from rows[max(first - (sample - len(rows)), 0):]
         index += 1
 
 
@@ -909,13 +909,15 @@ def world_of() -> grpo.World:
 
 
 def evaluate(run: Run, tasks: list, samples: int, name: str,
-             summariser: Callable[[str], str] | None = None, method: str = "") -> list[Rollout]:
-    """Sampled rollouts of the run's model on held-out tasks; method: of joining windows (default the run's)."""
+             summariser: Callable[[str], str] | None = None, method: str = "", version: int = 0) -> list[Rollout]:
+    """Sampled rollouts of the run's model on held-out tasks; method: of joining windows (default the run's);
+    version: of the weights, for the record."""
     c = run.config
     run.model.eval()
     window = replace(c.window, method=method or c.window.method)
     sampler = grpo.Sampler(run.model, run.protocol, window, world_of(), c.grpo.slots, c.grpo.temperature,
                            c.seed, summariser)
+    sampler.engine.version = version
     jobs = ((t, g) for t in tasks for g in range(samples))
     done, solved = [], 0.0
     with torch.no_grad(), bar(run, total=len(tasks) * samples, desc=name, unit="rollout") as progress:
@@ -932,18 +934,11 @@ def evaluate(run: Run, tasks: list, samples: int, name: str,
 def scored(run: Run, name: str, version: int) -> None:
     """Evaluate on the held-out suite, keep scores in results and eval/<version>.json (I4)."""
     c = run.config
-    rollouts = evaluate(run, bench.suite("heldout", c.eval_tasks, c.seed), c.eval_samples, name)
-    result = bench.score(rollouts, min(8, c.eval_samples))
+    rollouts = evaluate(run, bench.suite("heldout", c.eval_tasks, c.seed), c.eval_samples, name, version=version)
+    kept = bench.keep_evaluation(run.out / "eval", version, rollouts, run.protocol, min(8, c.eval_samples))
+    result = {k: v for k, v in kept.items() if k not in ("version", "harness")}
     run.results[name] = result
-    (run.out / "eval").mkdir(exist_ok=True)
-    (run.out / "eval" / f"{version}.json").write_text(json.dumps(dict(version=version, **result), indent=1))
     run.log("eval", version, when=name, **{k: v for k, v in result.items() if k != "families"})
-    shown: dict[str, Rollout] = {}
-    for r in rollouts:
-        if r.family not in shown or r.reward > shown[r.family].reward:
-            shown[r.family] = r
-    text = "\n\n".join(bench.transcript(r, run.protocol) for r in shown.values()) + "\n"
-    (run.out / "eval" / f"{version}.txt").write_text(text, errors="backslashreplace")
 
 
 def start_sampler(run: Run, name: int) -> subprocess.Popen:
@@ -962,8 +957,7 @@ class RankTrainer(grpo.Trainer):
     def __init__(self, model: moe.Transformer, optimizer_of: Callable, c: grpo.GRPOConfig, out: Path,
                  world: World):
         self.world = world
-        super().__init__(model, optimizer_of, c, out)
-        self.publisher = grpo.Publisher(out / "weights", c.full_every, world.rank, world.size)
+        super().__init__(model, optimizer_of, c, out, world.rank, world.size)
 
     def collect(self, patience: float, alive: Callable[[], None]) -> tuple[list[list[Rollout]], float]:
         found = super().collect(patience, alive) if self.world.rank == 0 else None
@@ -1047,7 +1041,7 @@ def stage_rl(run: Run) -> None:
     trainer = trainer_of(run)
     master = nn.ParameterList(trainer.master)
     if saved := run.load("rl-part", trainer.optimizer, master):
-        trainer.load(dict(saved, master=trainer.master, optimizer=trainer.optimizer.state_dict()))
+        trainer.go_on(**saved)
     trainer.publish()
     samplers = [start_sampler(run, name) for name in range(c.samplers if run.chief else 0)]
 
@@ -1089,9 +1083,7 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
             progress.update()
             due = time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps
             if run.world.total(due):
-                state = trainer.state()
-                run.checkpoint("rl-part", trainer.optimizer, nn.ParameterList(trainer.master),
-                               **{k: state[k] for k in ("version", "used", "dropped")})
+                run.checkpoint("rl-part", trainer.optimizer, nn.ParameterList(trainer.master), **trainer.progress())
                 trainer.forget_used()
                 last = time.perf_counter()
     trainer.publisher.flush()
@@ -1358,6 +1350,21 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         run.drop(f"{stage}-part")
 
 
+def trial(config: Config, out: Path, size: str, world: World) -> Run:
+    """A run of a comparison, in a folder that is made anew."""
+    run = Run(config, out, size, world)
+    shutil.rmtree(out, ignore_errors=True)
+    (out / "checkpoints").mkdir(parents=True)
+    run.save()
+    return run
+
+
+def heldout_reward(run: Run, n: int) -> float:
+    """Mean reward on n held-out tasks of each family."""
+    tasks = bench.suite("heldout", n, run.config.seed)
+    return bench.score(evaluate(run, tasks, run.config.eval_samples, "held-out"), 1)["mean"]
+
+
 def compare_async(args: argparse.Namespace, settings: list[str], world: World) -> dict[str, float]:
     """RL from the finished SFT checkpoint of --out, asynchronous and synchronous, three seeds: wall-clock for the
     same number of steps and the reward of held-out tasks after them (§4.1, R5)."""
@@ -1368,17 +1375,13 @@ def compare_async(args: argparse.Namespace, settings: list[str], world: World) -
     for seed in range(3):
         for staleness in rows:
             config = build_config(args.size, [*settings, f"grpo.max_staleness={staleness}"], seed=seed)
-            run = Run(config, source / f"async-{staleness}-{seed}", args.size, world)
-            shutil.rmtree(run.out, ignore_errors=True)
-            (run.out / "checkpoints").mkdir(parents=True)
+            run = trial(config, source / f"async-{staleness}-{seed}", args.size, world)
             shutil.copytree(source / "checkpoints" / "sft", run.out / "checkpoints" / "sft")
-            run.save()
             run.load("sft")
             began = time.perf_counter()
             stage_rl(run)
             wall = time.perf_counter() - began
-            tasks = bench.suite("heldout", max(config.eval_tasks // 3, 1), seed)
-            reward = bench.score(evaluate(run, tasks, config.eval_samples, "held-out"), 1)["mean"]
+            reward = heldout_reward(run, max(config.eval_tasks // 3, 1))
             rows[staleness].append((wall, reward))
             print(f"seed {seed}, max_staleness {staleness}: {wall:.0f} s, held-out reward {reward:.3f}", flush=True)
     (sync, reward_sync), (wall, reward) = (map(lambda x: sum(x) / 3, zip(*rows[k])) for k in (0, 1))
@@ -1398,20 +1401,23 @@ def figure2(args: argparse.Namespace, settings: list[str], world: World) -> dict
         c = build_config(args.size, [*settings, "sft.mtp=off", "grpo.full_every=10"], seed=seed)
         steps = max(c.pretrain.steps // share, 1)
         c = replace(c, pretrain=replace(c.pretrain, steps=steps, warmup=min(c.pretrain.warmup, steps // 2)))
-        run = Run(c, source / f"{share}-{seed}", args.size, world)
-        shutil.rmtree(run.out, ignore_errors=True)
-        run.out.mkdir(parents=True)
-        run.save()
+        run = trial(c, source / f"{share}-{seed}", args.size, world)
         for stage in (stage_pretrain, stage_sft, stage_rl):
             stage(run)
-        tasks = bench.suite("heldout", c.eval_tasks, seed)
-        reward = bench.score(evaluate(run, tasks, c.eval_samples, "held-out"), 1)["mean"]
+        reward = heldout_reward(run, c.eval_tasks)
         points[f"{share}/{seed}"] = run.results["heldout_bpb"]["pretrain"], reward
         ledger.write_text(json.dumps(points))
         print(f"1/{share} of the tokens, seed {seed}: {points[f'{share}/{seed}'][0]:.3f} bits per byte, "
               f"held-out reward {reward:.3f}", flush=True)
-    loss, reward = (torch.tensor(x).argsort().argsort().double() for x in zip(*points.values()))
-    return dict(points=points, rank_correlation=round(float(torch.corrcoef(torch.stack((loss, reward)))[0, 1]), 3))
+    return dict(points=points, rank_correlation=rank_correlation(*zip(*points.values())))
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's ρ; equal values share their mean rank. None where one side is constant."""
+    ranks = [[sum(b < a for b in side) + (side.count(a) - 1) / 2 for a in side] for side in (tuple(x), tuple(y))]
+    if any(len(set(r)) == 1 for r in ranks):
+        return None
+    return round(statistics.correlation(*ranks), 3)
 
 
 def blame(error: Exception, world: World) -> str:
@@ -1464,6 +1470,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    # What torch says of a checkpoint in a single process, each time, is what is meant here.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     try:
         if args.role != "trainer":
             if not args.out:
@@ -1493,8 +1501,6 @@ def main() -> None:
         run = open_together(args, config, world)
     except Refused as error:
         sys.exit(f"train.py: error: {error}" if not dist.is_initialized() or dist.get_rank() == 0 else 2)
-    # What torch says of a checkpoint in a single process, each time, is what is meant here.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     run.say(layout(run))

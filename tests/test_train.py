@@ -437,3 +437,25 @@ def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch) -> None:
     with pytest.raises(OSError, match="No space"):
         grpo.write_file(path, dict(a=torch.arange(9)))
     assert len(grpo.read_file(path)["a"]) == 3 and list(tmp_path.iterdir()) == [path]
+
+
+# ---------------------------------------------------------------------------------------------------- comparisons
+
+
+def test_rank_correlation_knows_order_ties_and_constants() -> None:
+    assert train.rank_correlation((1, 2, 3), (10, 30, 900)) == 1 and train.rank_correlation((1, 2, 3), (3, 2, 1)) == -1
+    assert train.rank_correlation((1, 2, 3), (0.0, 0.0, 0.0)) is None
+    # ranks 0, 1, 2.5, 2.5 against 0, 1, 2, 3: by hand 4.5 / sqrt(4.5 · 5)
+    assert train.rank_correlation((1, 2, 3, 3), (1, 2, 3, 4)) == pytest.approx(0.949)
+
+
+@pytest.mark.slow
+def test_asynchronous_and_synchronous_rl_are_compared(tmp_path) -> None:
+    out = ("--smoke", "--out", str(tmp_path / "run"))
+    refused = run(*out, "--compare-async")
+    assert refused.returncode != 0 and "no checkpoint of the sft stage" in refused.stderr
+    assert run(*out, "--stages", "pretrain,mtp,long,sft").returncode == 0
+    compared = run(*out, "--compare-async")
+    assert compared.returncode == 0, compared.stderr
+    line = json.loads(compared.stdout.strip().splitlines()[-1])
+    assert set(line) == {"wall_ratio", "reward_async", "reward_sync"} and line["wall_ratio"] > 0
