@@ -974,17 +974,23 @@ class TritonStages:
 # -------------------------------------------------------------------------------------- Figure 10, the flow (K1, K2, K4)
 
 
+def _flow(x, weights, w_gate_up, w_down, p, k, stages):
+    """Forward through the boxes: the output and the gate and up projections."""
+    rows = None if weights is None else p.rows
+    pre, h = stages.fprop_up(x, rows, w_gate_up, p)
+    y = stages.fprop_down(h, w_down, p)
+    return y if weights is None else stages.combine(y, p.inverse, weights, k), pre
+
+
 class _Experts(torch.autograd.Function):
     """Sorted or unsorted rows through the experts and back. With `weights` None the rows of x are the sorted ones."""
 
     @staticmethod
     def forward(ctx, x, weights, w_gate_up, w_down, p, k, stages):
-        rows = None if weights is None else p.rows
-        pre, h = stages.fprop_up(x, rows, w_gate_up, p)
-        y = stages.fprop_down(h, w_down, p)
+        y, pre = _flow(x, weights, w_gate_up, w_down, p, k, stages)
         ctx.save_for_backward(x, weights, w_gate_up, w_down, pre)                        # h is recomputed, y is not needed
         ctx.p, ctx.k, ctx.stages = p, k, stages
-        return y if weights is None else stages.combine(y, p.inverse, weights, k)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -1022,6 +1028,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w_gate_up: Tensor, w_down: 
         raise ValueError(f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} must both be [{len(x)}, k], a row a token")
     stages = _stages(x, precision, backend)
     p = plan(ids, len(w_gate_up), "torch" if isinstance(stages, TorchStages) else "triton")
+    if not torch.is_grad_enabled():              # decoding a token a row: what autograd keeps would cost a fifth of it
+        return _flow(x.contiguous(), weights, w_gate_up, w_down, p, ids.shape[1], stages)[0]
     return _Experts.apply(x.contiguous(), weights, w_gate_up, w_down, p, ids.shape[1], stages)
 
 
