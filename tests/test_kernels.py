@@ -21,7 +21,8 @@ SMALL = (Tile(32, 32, 32, 4, 1),) * 3            # small blocks, so that small s
 
 
 def same(a, b):
-    """Bit for bit, NaN equal to NaN."""
+    """Dtype for dtype and bit for bit, NaN equal to NaN."""
+    assert a.dtype == b.dtype
     if a.dtype in (torch.uint8, torch.float8_e4m3fn):
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0)) and torch.equal(a.isnan(), b.isnan())
@@ -157,10 +158,8 @@ def test_approximate_division_gives_other_codes():
     assert K.lesson_division(400_000) > 0
 
 
-def test_leak_through_a_per_tensor_scale():
-    result = K.lesson_leak()
-    assert result["token"] == (0, 0.0)
-    assert result["tensor"][0] == 63
+def test_leak_through_a_per_tensor_scale_in_time_and_batch():
+    assert K.lesson_leak() == {"tensor": (63, 64), "token": (0, 0)}
 
 
 def test_formats_refuse():
@@ -506,7 +505,18 @@ def test_interpreted_bench_script_runs(capsys):
     """The script for the GPU, at a tiny shape and untimed: it runs, and its checks pass on every kernel."""
     summary = K.bench("cpu", {"tiny": (8, 32, 32, 2, 1)})
     named = {r["what"] for r in summary["rows"]}
-    assert {"native fprop_up", "nvfp4 fprop_down", "mxfp8 wgrad_up", "plan", "layer, loop of matmuls, both ways"} <= named
+    assert {"native fprop_up", "nvfp4 fprop_down", "mxfp8 wgrad_up", "plan", "route", "pack mxfp8", "dequantise mxfp8",
+            "quantise nvfp4 per token", "quantise nvfp4 per tensor", "layer, loop of matmuls, both ways"} <= named
+
+
+def test_bench_checks_can_fail():
+    codes = torch.arange(4, dtype=torch.uint8)
+    K._same("codes", (codes, codes), (codes, codes.clone()))
+    with pytest.raises(AssertionError, match="codes: 1 bytes differ"):
+        K._same("codes", codes, codes ^ (codes == 2))
+    stage = {"combine": (lambda: torch.ones(4), 0)}
+    with pytest.raises(AssertionError, match="here combine: relative error 1.00e-01"):
+        K._check_stages(stage, {"combine": (lambda: 0.9 * torch.ones(4), 0)}, 2e-2, "here")
 
 
 # ------------------------------------------------------------------------------------------- the kernels, compiled
