@@ -396,8 +396,8 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float = 1.0, normalise: b
         s = sigmoid(logits)        ids = top-k of s + bias        w = s[ids] / (Σ s[ids] + 1e-20) · scale
 
     Logits [T, E], bias [E]. Returns ids [T, k] int64, best first, the lowest index first among equals; weights [T, k] and
-    scores [T, E], float32, both differentiable in the logits (the bias and the choice are not). A row with NaN gets k
-    distinct ids and NaN weights, and no other row notices. normalise=False leaves out the division.
+    scores [T, E], float32 (float64 for float64 logits), both differentiable in the logits (the bias and the choice are not).
+    A row with NaN gets k distinct ids and NaN weights, and no other row notices. normalise=False leaves out the division.
     """
     if logits.dim() != 2 or bias.shape != logits.shape[1:]:
         raise ValueError(f"logits {tuple(logits.shape)} must be [T, E] and bias {tuple(bias.shape)} its [E]")
@@ -405,7 +405,7 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float = 1.0, normalise: b
         raise ValueError(f"k = {k} must be between 1 and the {logits.shape[1]} experts")
     if choose(logits, backend) == "triton" and len(logits):
         return _Route.apply(logits, bias, k, scale, normalise)
-    scores = torch.sigmoid(logits.float())
+    scores = torch.sigmoid(_wide(logits))
     ids = _top_k(scores.detach() + bias, k)
     weights = scores.gather(1, ids)
     if normalise:

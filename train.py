@@ -319,7 +319,8 @@ class World:
             moe.shard_experts(module, self.sparse["ep"])
             experts = ShardPlacementResult(Shard(1), FSDPMeshInfo(self.sparse["efsdp"], shard_mesh_dim=0))
         low = torch.bfloat16 if self.ranks.param_dtype == "bf16" else None
-        options = dict(mesh=self.flat, mp_policy=MixedPrecisionPolicy(low, torch.float32),
+        wide = torch.promote_types(next(module.parameters()).dtype, torch.float32)  # in which gradients are summed
+        options = dict(mesh=self.flat, mp_policy=MixedPrecisionPolicy(low, wide),
                        shard_placement_fn=lambda p: experts if p.dim() == 3 else None)
         for part in (*module.layers, module):
             fully_shard(part, **options)
