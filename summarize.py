@@ -313,7 +313,7 @@ class Chain:
             return self._take_summary(ids)
         self.n_turns += 1
         turn = self.protocol.parse(ids)
-        self._count(turn, len(ids))
+        self._count(turn, ids)
         self.history.append([self.protocol.ids["assistant"], *ids])
         self.calls += turn.calls
         if not turn.calls:
@@ -338,10 +338,12 @@ class Chain:
         self.reopen = not self.finish
         return ()
 
-    def _count(self, turn: Turn, n: int) -> None:
-        thinking = len(self.protocol.tokenizer.encode(turn.text)) if turn.calls else 0
+    def _count(self, turn: Turn, ids: Sequence[int]) -> None:
+        # Sampled ids are counted, not those of the text: bytes that are no UTF-8 decode to more than they were.
+        calls = (self.protocol.ids["call"], self.protocol.ids["arg"])
+        thinking = next(i for i, token in enumerate(ids) if token in calls) if turn.calls else 0
         self.counters["thinking"] += thinking
-        self.counters["call" if turn.calls else "final"] += n - thinking
+        self.counters["call" if turn.calls else "final"] += len(ids) - thinking
         self.counters["calls"] += len(turn.calls)
         self.counters["turns"] += 1
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import pretrain
 import summarize
 from summarize import METHODS, STRUCTURE, Bytes, Call, Chain, Protocol, Rollout, Segment, Turn, WindowConfig
 
@@ -79,6 +80,23 @@ def test_masks_mark_exactly_what_was_written() -> None:
     assert chain.answer == "done" and chain.finish == "answered"
     call = len(P.render(turns[0])) - len("think")
     assert chain.counters == dict(thinking=5, call=call, output=10, final=5, calls=2, turns=2)
+
+
+@pytest.mark.parametrize("tokenizer", (Bytes(), pretrain.Bytes()), ids=("summarize", "pretrain"))
+def test_what_is_counted_is_what_was_sampled_not_what_it_reads_as(tokenizer: object) -> None:
+    """Broken UTF-8 and misplaced structural ids read as more bytes than were sampled: no count may see that."""
+    p, rng = Protocol(tokenizer), random.Random(0)
+    call = p.ids["call"]
+    chain = Chain(p, "task", CONFIG)
+    chain.turn([0xFF, 0xC3, p.ids["obs"], call, 114, p.end])
+    assert chain.counters == dict(thinking=3, call=3, output=0, final=0, calls=1, turns=1)
+    for _ in range(300):
+        chain = Chain(p, "task", CONFIG)
+        ids = [rng.choice((0xFF, 97, 0xC3, *range(p.vocab_size - len(STRUCTURE), p.vocab_size))) for _ in range(9)]
+        called = bool(chain.turn(ids))
+        first = min((ids.index(i) for i in (call, p.ids["arg"]) if i in ids), default=0)
+        got = chain.counters
+        assert (got["thinking"], got["call"], got["final"]) == ((first, 9 - first, 0) if called else (0, 0, 9))
 
 
 def test_the_end_of_a_turn_is_trained_and_is_no_padding() -> None:
