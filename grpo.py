@@ -838,13 +838,15 @@ class Trainer:
         self.version, self.used, self.dropped = version, list(used), dropped
         self._round()
 
-    def forget_used(self) -> None:
-        """Delete groups whose use a complete checkpoint records, and keep their tasks in the ledger (I2)."""
+    def forget_used(self, used: list[int] | None = None) -> None:
+        """Delete groups whose use a complete checkpoint records (`used`, default all so far: it may be older than
+        the last step), and keep their tasks in the ledger (I2)."""
+        used = self.used if used is None else used
         part = self.groups / "used.json.part"
-        part.write_text(json.dumps(self.used))
+        part.write_text(json.dumps(used))
         os.replace(part, self.groups / "used.json")
         for path in self.groups.glob("*-*.pt"):
-            if _index(path) in self.used:
+            if _index(path) in used:
                 path.unlink()
 
     def step(self, groups: list[list[Rollout]]) -> dict[str, float]:

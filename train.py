@@ -75,6 +75,7 @@ import typing
 import warnings
 import zlib
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -285,6 +286,7 @@ class World:
         self.flat = init_device_mesh(device, (n,), mesh_dim_names=("fsdp",))  # dense weights: dp x cp
         self.sparse = init_device_mesh(device, (n // r.ep, r.ep), mesh_dim_names=("efsdp", "ep"))
         self.patient: dist.ProcessGroup | None = None
+        self.saving: dist.ProcessGroup | None = None
         self.rows = {cp: init_device_mesh(device, (n // cp, cp), mesh_dim_names=("dp", "cp"))
                      for cp in {1, r.cp, r.cp_long}}
 
@@ -414,6 +416,8 @@ def join(c: Config, device: str) -> World:
         dist.init_process_group("nccl" if device == "cuda" else "gloo",
                                 timeout=timedelta(seconds=c.ranks.timeout_s), **group)
     world = World(c, device)
+    # of the writer's thread, beside whatever training sends meanwhile
+    world.saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=c.ranks.timeout_s))
     if world.size > 1:
         world.patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # for waiting on services
     return world
@@ -614,36 +618,49 @@ def crc(path: Path) -> int:
     return value
 
 
-def save(folder: Path, state: dict, plain: dict, world: World | None) -> None:
-    """Write a checkpoint (torch.distributed.checkpoint) whole or not at all, over one of the same name.
+def save(folder: Path, state: dict, plain: dict, world: World | None) -> Callable[[], None]:
+    """Begin a checkpoint (torch.distributed.checkpoint), whole or not at all, over one of the same name.
 
-    Every rank writes its part into a new folder; rank 0 adds COMPLETE with sizes, checksums and the plain
-    values, and renames. A crash before that leaves the old one, and a `.part` that the next writer removes.
+    When this returns, the state has been copied and may change. What it returns ends the writing, in a thread of
+    the caller's choice: every rank writes its part into a new folder; rank 0 adds COMPLETE with sizes, checksums
+    and the plain values, and renames. A crash before that leaves the old one, and a `.part` that the next writer
+    removes. The collectives of writing have a group of their own: training goes on beside them.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     alone, part = world is None or world.size == 1, folder.with_name(folder.name + ".part")
-    if alone or world.rank == 0:
+    rank, group = (0, None) if world is None else (world.rank, world.saving)
+    if rank == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     if not alone:
-        dist.barrier()
-    dcp.save(state, checkpoint_id=part, no_dist=alone)
-    rank = 0 if alone else world.rank
-    sums = [{p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")}]
-    if not alone:
-        sums = [None] * world.size
-        dist.all_gather_object(sums, {p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")})
-    if rank == 0:
-        note = dict(plain=plain, ranks=len(sums), files={k: v for s in sums for k, v in s.items()})
-        (part / "COMPLETE").write_text(json.dumps(note))
-        shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, folder.with_name(folder.name + ".old"))
-        os.replace(part, folder)
-        shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
-    if not alone:
-        dist.barrier()
+        dist.barrier(group)
+    writing = dcp.async_save(state, checkpoint_id=part, process_group=group, no_dist=alone)
+    plain = json.dumps(plain)  # a list in it may grow from now on
+
+    def finish() -> None:
+        try:
+            writing.result()
+        except CheckpointException as error:  # a BaseException, with all ranks' tracebacks for its text
+            at, (cause, _) = next(iter(error.failures.items()))
+            raise RuntimeError(f"{folder} could not be written: rank {at}: {cause}; the one before is kept") from cause
+        sums = [mine := {p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")}]
+        if not alone:
+            sums = [None] * world.size
+            dist.all_gather_object(sums, mine, group)
+        if rank == 0:
+            note = dict(plain=json.loads(plain), ranks=len(sums), files={k: v for s in sums for k, v in s.items()})
+            (part / "COMPLETE").write_text(json.dumps(note))
+            shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
+            if folder.exists():
+                os.replace(folder, folder.with_name(folder.name + ".old"))
+            os.replace(part, folder)
+            shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
+        if not alone:
+            dist.barrier(group)
+
+    return finish
 
 
 def restore(folder: Path, modules: nn.Module, optimizer: torch.optim.Optimizer | None,
@@ -693,6 +710,8 @@ class Run:
         if device != "meta":
             self.model.reset_parameters(config.seed)
         self.memory = Memory()
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.writing: Future | None = None  # the checkpoint under way
 
     @property
     def results(self) -> dict:
@@ -726,6 +745,7 @@ class Run:
             print(text, flush=True)
 
     def has(self, name: str) -> bool:
+        self.settle()
         return (self.out / "checkpoints" / name / "COMPLETE").exists()
 
     def modules(self) -> nn.ModuleDict:
@@ -735,13 +755,25 @@ class Run:
                 module.reshard()  # a forward pass leaves the outermost weights gathered
         return nn.ModuleDict(dict(model=self.model, mtp=self.layers))
 
-    def checkpoint(self, name: str, optimizer: torch.optim.Optimizer | None = None,
-                   master: nn.Module | None = None, **plain: object) -> None:
+    def checkpoint(self, name: str, optimizer: torch.optim.Optimizer | None = None, master: nn.Module | None = None,
+                   then: Callable[[], None] = lambda: None, **plain: object) -> None:
         """Weights of model and MTP layers and what a stage needs to go on; replaces the one of that name.
 
-        optimizer: of these weights, or of `master`'s; plain: JSON values, the same on every rank.
+        The state is that of now; it is written while training goes on, one checkpoint at a time, see `settle`.
+        optimizer: of these weights, or of `master`'s; then: what may be done once it is on disk, in the writer's
+        thread; plain: JSON values, the same on every rank.
         """
-        save(self.out / "checkpoints" / name, contents(self.modules(), optimizer, master), plain, self.world)
+        self.settle()
+        finish = save(self.out / "checkpoints" / name, contents(self.modules(), optimizer, master), plain, self.world)
+        self.writing = self.writer.submit(lambda: (finish(), then()))
+
+    def settle(self, wait: bool = True) -> bool:
+        """Is the last checkpoint on disk? wait: until it is. Raises what stopped its writer, once."""
+        if self.writing is None or not (wait or self.writing.done()):
+            return self.writing is None
+        writing, self.writing = self.writing, None
+        writing.result()
+        return True
 
     def load(self, name: str, optimizer: torch.optim.Optimizer | None = None,
              master: nn.Module | None = None) -> dict | None:
@@ -808,6 +840,7 @@ def train(run: Run, stage: str, phase: Phase, batches: Callable[[pretrain.Cursor
             shown = {k: f"{m[k]:.3f}" for k in ("bits", "mtp_overlap") if k in m}
             progress.set_postfix(refresh=False, **shown, tok_s=f"{m['tokens'] / m['seconds']:.0f}")
             progress.update()
+            run.settle(wait=False)  # a full disk is known at the next step
             if world.total(time.perf_counter() - last > run.config.checkpoint_s):  # ranks' clocks differ
                 run.checkpoint(f"{stage}-part", optimizer, cursor=dataclasses.asdict(cursor))
                 last = time.perf_counter()
@@ -942,6 +975,9 @@ def scored(run: Run, name: str, version: int) -> None:
     run.log("eval", version, when=name, **{k: v for k, v in result.items() if k != "families"})
 
 
+DEATHS = 8  # of samplers within one step: more than this is no accident
+
+
 def start_sampler(run: Run, name: int) -> subprocess.Popen:
     """A sampling service as a process of its own, with a thread of its own."""
     command = [sys.executable, os.path.abspath(__file__), "--role", "sampler", "--name", str(name),
@@ -966,9 +1002,9 @@ class RankTrainer(grpo.Trainer):
         self.used = self.world.agree(self.used)
         return groups, waited
 
-    def forget_used(self) -> None:
+    def forget_used(self, used: list[int] | None = None) -> None:
         if self.world.rank == 0:
-            super().forget_used()
+            super().forget_used(used)
 
     def share(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Everything that belongs to a predicted token moves to where it is predicted, one to the left,
@@ -1045,10 +1081,16 @@ def stage_rl(run: Run) -> None:
         trainer.go_on(**saved)
     trainer.publish()
     samplers = [start_sampler(run, name) for name in range(c.samplers if run.chief else 0)]
+    deaths = Counter()  # by version
 
     def alive() -> None:
         for name, process in enumerate(samplers):
             if process.poll() is not None:
+                deaths[trainer.version] += 1
+                if deaths[trainer.version] > DEATHS:
+                    *_, last = (run.out / f"sampler-{name}.log").read_text().splitlines() or [""]
+                    raise RuntimeError(f"samplers ended {deaths[trainer.version]} times within one step, the last with: "
+                                       f"{last} (see {run.out / f'sampler-{name}.log'})")
                 print(f"rl: sampler {name} ended with code {process.returncode} (see "
                       f"{run.out / f'sampler-{name}.log'}); starting another")
                 samplers[name] = start_sampler(run, name)
@@ -1082,12 +1124,14 @@ def rl_steps(run: Run, trainer: grpo.Trainer, alive: Callable[[], None]) -> None
                                  lag=f"{metrics['lag']:.1f}", entropy=f"{metrics['entropy']:.3f}",
                                  wait=f"{waited:.1f}s")
             progress.update()
+            run.settle(wait=False)
             due = time.perf_counter() - last > c.checkpoint_s or trainer.version == c.grpo.steps
             if run.world.total(due):
-                run.checkpoint("rl-part", trainer.optimizer, nn.ParameterList(trainer.master), **trainer.progress())
-                trainer.forget_used()
+                run.checkpoint("rl-part", trainer.optimizer, nn.ParameterList(trainer.master),
+                               partial(trainer.forget_used, list(trainer.used)), **trainer.progress())
                 last = time.perf_counter()
     trainer.publisher.flush()
+    run.settle()
 
 
 def sampler_role(out: Path, name: str) -> None:
@@ -1346,6 +1390,7 @@ def execute(run: Run, stages: list[str], again: bool) -> None:
         run.results["peak_rss"] = max(run.results.get("peak_rss", 0), run.memory.peak)
         run.state["wall_s"] += spent
         run.checkpoint(stage)
+        run.settle()
         run.state["done"] = [*dict.fromkeys([*run.state["done"], stage])]
         run.save()
         run.drop(f"{stage}-part")

@@ -1,5 +1,6 @@
 """train.py: configuration, refusals, resume; and the whole program with numbers shrunk."""
 
+import errno
 import json
 import os
 import random
@@ -7,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -184,6 +187,7 @@ def do(job: Job, n: int, folder: Path) -> None:
     try:
         train.execute(run, ["pretrain", "mtp", "long", "sft"], False)
     except KeyboardInterrupt:
+        run.settle()
         return
     weights = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in run.modules().state_dict().items()}
     if run.chief:
@@ -328,6 +332,7 @@ def test_a_checkpoint_gives_back_weights_moments_and_plain_values_or_says_why_no
         p.grad = torch.randn_like(p)
     optimizer.step()
     run.checkpoint("x", optimizer, cursor=dict(step=3))
+    run.settle()
     want = [p.detach().clone() for p in run.model.parameters()]
     moments = [optimizer.state[p]["exp_avg"].clone() for p in run.model.parameters()]
     fresh = small_run(tmp_path)
@@ -344,10 +349,12 @@ def test_a_checkpoint_gives_back_weights_moments_and_plain_values_or_says_why_no
     shard.write_bytes(data)
     assert run.load("x") is None and "damaged" in capsys.readouterr().out
     run.checkpoint("y")
+    run.settle()
     (tmp_path / "run" / "checkpoints" / "y" / "COMPLETE").unlink()  # a writer that died
     assert not run.has("y") and run.load("y") is None
     folder = tmp_path / "run" / "checkpoints"
     run.checkpoint("z")
+    run.settle()
     (folder / "z").rename(folder / "z.old")  # one that died between its two renames
     assert small_run(tmp_path).load("z") == {}
 
@@ -422,9 +429,70 @@ def test_killed_services_come_back_and_no_task_is_trained_twice(tmp_path) -> Non
     assert not kept & set(used)  # finished groups that were not used are still there, used ones are gone
 
 
-def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch) -> None:
-    import errno
+def hold(monkeypatch, act: Callable[[], object]) -> None:
+    """Call `act` in the writer's thread before anything of a checkpoint is written."""
+    writer = torch.distributed.checkpoint.FileSystemWriter
+    write = writer.write_data
+    monkeypatch.setattr(writer, "write_data", lambda *args: (act(), write(*args))[1])
 
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch) -> None:
+    """Training goes on while it is written: no weight, moment or list of a later step enters it."""
+    run, go, done = small_run(tmp_path), threading.Event(), []
+    optimizer = train.pretrain.make_optimizer([run.model], 1e-3)
+
+    def step() -> None:
+        for p in run.model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+
+    step()
+    want, used = [p.detach().clone() for p in run.model.parameters()], [1, 2]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in run.model.parameters()]
+    hold(monkeypatch, lambda: go.wait(60))
+    run.checkpoint("x", optimizer, then=lambda: done.append(True), used=used)
+    step()
+    used.append(3)
+    assert not run.settle(wait=False) and not done and not (tmp_path / "run" / "checkpoints" / "x").exists()
+    assert not any(map(torch.equal, run.model.parameters(), want))
+    go.set()
+    assert run.load("x", optimizer) == dict(used=[1, 2]) and done  # waits for the writer
+    assert all(map(torch.equal, run.model.parameters(), want))
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], m) for p, m in zip(run.model.parameters(), moments))
+
+
+def test_a_checkpoint_that_fails_is_said_once_and_leaves_the_last_good_one(tmp_path, monkeypatch) -> None:
+    run, done = small_run(tmp_path), []
+    run.checkpoint("x", at=1)
+    run.settle()
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        hold(patch, full)
+        run.checkpoint("x", then=lambda: done.append(True), at=2)
+        with pytest.raises(RuntimeError, match="rank 0: .*No space left"):
+            run.settle()
+    assert not done and run.load("x") == dict(at=1)
+    run.checkpoint("x", at=3)  # over what the failed one left
+    assert run.load("x") == dict(at=3)
+
+
+def test_samplers_that_keep_dying_stop_the_run_with_their_last_word(tmp_path, monkeypatch) -> None:
+    run = small_run(tmp_path)
+
+    def start(run: train.Run, name: int) -> subprocess.Popen:
+        with open(run.out / f"sampler-{name}.log", "a") as log:
+            return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no luck')"], stdout=log, stderr=log)
+
+    monkeypatch.setattr(train, "start_sampler", start)
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+    with pytest.raises(RuntimeError, match="9 times within one step.*no luck"):
+        train.stage_rl(run)
+
+
+def test_a_full_disk_leaves_the_last_good_state(tmp_path, monkeypatch) -> None:
     import grpo
 
     path = tmp_path / "x.pt"
