@@ -1670,12 +1670,15 @@ def load(out: Path) -> list[dict]:
 def keep_evaluation(folder: Path, version: int, rollouts: Sequence[Rollout], protocol: Protocol,
                     k: int = 8) -> dict:
     """For the evaluator beside a training run (I4): score held-out toy rollouts of one pinned version into
-    <folder>/<version>.json, each family's best transcript into .txt. Refuses tokens of other versions."""
+    <folder>/<version>.json, each family's best transcript into .txt. Refuses tokens of other versions.
+
+    `entropy` is -mean log-prob of the sampled tokens, nats: an unbiased estimate of the policy's, per token."""
     mixed = {v for r in rollouts for s in r.segments for v, m in zip(s.versions, s.mask) if m} - {version}
     if mixed:
         raise ValueError(f"evaluation of version {version} holds tokens of {sorted(mixed)}: pin the weights")
     harness = hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, sandbox.__file__))).hexdigest()
-    result = {"version": version, "harness": harness[:12], **score(rollouts, k)}
+    sampled = [p for r in rollouts for s in r.segments for p, m in zip(s.logprobs, s.mask) if m]
+    result = {"version": version, "harness": harness[:12], **score(rollouts, k), "entropy": -mean(sampled)}
     best = {r.family: r for r in sorted(rollouts, key=lambda r: r.reward)}
     pages = "\n\n".join(transcript(r, protocol) for r in best.values())
     folder.mkdir(parents=True, exist_ok=True)

@@ -1233,6 +1233,14 @@ RUNNERS: dict[str, Callable[[Run], None]] = dict(
 # ------------------------------------------------------------------------------------------------ the program
 
 
+def curve(out: Path) -> list[dict[str, float]]:
+    """Held-out scores through RL (R7): one entry for every version that was evaluated, in order. Before and after RL
+    always; between them where an evaluator ran beside it (`--role evaluator`)."""
+    found = [json.loads(path.read_text()) for path in (out / "eval").glob("*.json")]
+    return [{k: round(v, 4) for k, v in e.items() if k in ("version", "mean", "entropy") or k.startswith("best_of")}
+            for e in sorted(found, key=lambda e: e["version"])]
+
+
 def report(run: Run) -> dict:
     """Print the table that a newcomer reads; return the JSON summary."""
     r, times = run.results, run.results.get("stage_s", {})
@@ -1257,6 +1265,10 @@ def report(run: Run) -> dict:
         for name, t in r.get("summary_methods", {}).items():  # tokens per rollout, see summarize.usage
             print(f"{name:15} {t['solved']:7.3f} {t['windows']:8.2f} {t['written']:8.1f} {t['read']:7.1f} "
                   f"{t['written'] + t['read']:7.1f} {t['cached']:7.1f}")
+        if len(points := curve(run.out)) > 2:
+            print(f"\n{'held-out tasks after step':25} {'mean':>7} {k:>10} {'entropy':>8}")
+            for p in points:
+                print(f"{p['version']:25} {p['mean']:7.3f} {p[k]:10.3f} {p['entropy']:8.3f}")
         print(f"MTP: {r['mtp_acceptance']:.3f} of drafts accepted, "
               f"{r['tokens_per_forward']:.2f} tokens per forward pass")
     keep = ("heldout_bpb", "mtp_acceptance", "tokens_per_forward", "before_rl", "after_rl", "summary_control",
@@ -1264,6 +1276,7 @@ def report(run: Run) -> dict:
     line = dict(wall_s=round(run.state["wall_s"], 1), peak_rss_gb=round(r.get("peak_rss", 0) / 2**30, 3),
                 **{k: r[k] for k in keep if k in r})
     if before and after:
+        line["curve"] = curve(run.out)
         line["families"] = {f: dict(before=before["families"][f], after=after["families"][f])
                             for f in after["families"]}
     return line

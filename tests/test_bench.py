@@ -598,14 +598,14 @@ def rollouts(version: int):
     t = bench.task("ask", "heldout", 0)
     _, segments = bench.run_script(t, t.reference, PROTOCOL, WINDOW, sandbox.Memory)
     for s in segments:
-        s.versions = [version] * len(s.ids)
+        s.versions, s.logprobs = [version] * len(s.ids), [-0.5 if m else -9.0 for m in s.mask]
     return [Rollout(t.id, t.family, segments, t.answer, "answered", {"turns": 2, "calls": 1}, 1.0)]
 
 
 def test_evaluations_are_pinned_and_whole(tmp_path) -> None:
     result = bench.keep_evaluation(tmp_path, 8, rollouts(8), PROTOCOL, 1)
     assert json.loads((tmp_path / "8.json").read_text()) == result
-    assert result["version"] == 8 and result["mean"] == 1.0
+    assert result["version"] == 8 and result["mean"] == 1.0 and result["entropy"] == 0.5
     assert "ask" in (tmp_path / "8.txt").read_text() and not list(tmp_path.glob("*.part"))
     with pytest.raises(ValueError, match="pin the weights"):
         bench.keep_evaluation(tmp_path, 9, rollouts(8), PROTOCOL, 1)

@@ -137,6 +137,7 @@ def test_the_whole_program_shrunk(tmp_path) -> None:
     used = json.loads((out / "groups" / "used.json").read_text())
     assert len(used) == len(set(used)) == 4
     assert (out / "eval" / "0.json").exists() and (out / "eval" / "2.txt").exists()
+    assert [p["version"] for p in line["curve"]] == [0, 2] and all(0 < p["entropy"] < 6 for p in line["curve"])
     watched = run("--role", "evaluator", "--out", str(out))  # RL is over: it scores the last version and ends
     assert watched.returncode == 0 and watched.stdout.strip().splitlines()[-1].startswith("version 2: mean")
     again = run("--smoke", "--out", str(out))
@@ -237,13 +238,28 @@ def reinforce(n: int, folder: Path) -> None:
         torch.save((steps, weights), folder / f"rl{n}.pt")
 
 
+def in_int4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An expert's weight as Kimi K2.5 stores it, in groups of 8 columns; the weight becomes what the file holds."""
+    groups = weight.view(len(weight), -1, 8)
+    scale = (groups.abs().amax(-1) / 7).log2().ceil().exp2()
+    q = (groups / scale.unsqueeze(-1)).round()
+    weight.copy_((q * scale.unsqueeze(-1)).flatten(1))
+    words = (q.long() + 8 << torch.arange(0, 32, 4)).sum(-1).to(torch.uint32).view(torch.int32)
+    return {name + "_packed": words, name + "_scale": scale.bfloat16(), name + "_shape": torch.tensor(weight.shape)}
+
+
+@torch.no_grad()
 def begin(n: int, folder: Path) -> None:
-    """A run that starts from a checkpoint with public names has its weights, and predicts with them."""
+    """A run that starts from a checkpoint with public names has its weights, INT4 experts too, and predicts with them."""
     c = train.build_config("full", [*SHRUNK, *(f"ranks.{k}={v}" for k, v in LAYOUTS[n].items())], device="cpu")
     whole, world = train.moe.Transformer(c.model), train.join(c, "cpu")
     whole.reset_parameters(7)
+    stored = {}
+    for name, t in train.moe.public_views(whole):
+        stored |= in_int4(name, t) if ".experts." in name else {name: t}
+    assert sum(name.endswith("_packed") for name in stored) == 2 * 8 * 3  # MoE layers, experts, matrices
     if world.rank == 0:
-        train.moe.save(folder / f"public{n}", dict(train.moe.public_views(whole)))
+        train.moe.save(folder / f"public{n}", stored)
     world.total(0.0)  # it is written
     args = train.parser().parse_args(["--out", str(folder / f"init{n}"), "--init", str(folder / f"public{n}")])
     run = train.open_together(args, c, world)
@@ -251,8 +267,7 @@ def begin(n: int, folder: Path) -> None:
     for key, value in run.modules().model.state_dict().items():
         assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, want[key]), key
     tokens = torch.arange(24).view(2, 12)
-    with torch.no_grad():
-        torch.testing.assert_close(run.model(tokens), whole(tokens))
+    torch.testing.assert_close(run.model(tokens), whole(tokens))
     other = train.build_config("full", [*SHRUNK, "model.dim=128", *(f"ranks.{k}={v}" for k, v in LAYOUTS[n].items())],
                                device="cpu")
     args = train.parser().parse_args(["--out", str(folder / f"other{n}"), "--init", str(folder / f"public{n}")])
