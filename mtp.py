@@ -476,117 +476,141 @@ def generate(model: moe.Transformer, prompts: Sequence[list[int]], max_new: int 
 # --------------------------------------------------------------------------------------- speculative decoding
 
 
-def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, u_next: Tensor) -> tuple[int, int]:
-    """The acceptance rule (arXiv 2211.17192). Probabilities p [n + 1, V], q [n, V], drafts [n], uniforms [n] to
-    accept with and [n + 1] to choose what follows.
+def verify(p: Tensor, q: Tensor, drafts: Tensor, judged: Tensor, u: Tensor, u_next: Tensor) -> tuple[Tensor, Tensor]:
+    """The acceptance rule (arXiv 2211.17192), row by row. Probabilities p [B, K + 1, V], q [B, K, V]; drafts [B, K], of
+    which the first `judged` [B] count; uniforms [B, K] to accept with and [B, K + 1] to choose what follows.
 
-    Returns how many drafts are accepted and the token that follows: from the normalised max(p − q, 0) after a
-    rejection, from the last row of p when all were accepted. The output is then distributed as p, whatever q
-    is, as long as the drafts were drawn from q: the q of a draft that was taken greedily is one-hot.
+    Returns how many drafts are accepted, [B], and the token that follows, [B]: from the normalised max(p − q, 0) after
+    a rejection, from p where all were accepted. The output is then distributed as p, whatever q is, as long as the
+    drafts were drawn from q: the q of a draft that was taken greedily is one-hot.
     """
-    for i, d in enumerate(drafts.tolist()):
-        if u[i] * q[i, d] >= p[i, d]:  # u ≥ p/q: reject
-            rest = (p[i] - q[i]).clamp(min=0)
-            rest = rest if rest.sum() > 0 else p[i]  # p = q but for rounding
-            return i, int(draw(rest[None], u_next[i:i + 1]))
-    return len(drafts), int(draw(p[-1:], u_next[-1:]))
+    rows, d = torch.arange(len(p), device=p.device), drafts.unsqueeze(-1)
+    counts = torch.arange(p.shape[1], device=p.device) < judged.unsqueeze(1)  # [B, K + 1]; never the last
+    kept = (u * q.gather(2, d).squeeze(2) < p[:, :-1].gather(2, d).squeeze(2)) & counts[:, :-1]  # u < p/q
+    accepted = kept.long().cumprod(1).sum(1)
+    p = p[rows, accepted]
+    q = (F.pad(q, (0, 0, 0, 1)) * counts.unsqueeze(2))[rows, accepted]  # 0 where there was no draft
+    rest = (p - q).clamp(min=0)
+    rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p)  # p = q but for rounding
+    return accepted, draw(rest, u_next[rows, accepted])
 
 
 class Speculation:
-    """One window, decoded with drafts. Between rounds the model has read all tokens `ids` t_0 … t_n but t_n.
+    """Windows, decoded with drafts, each at its own pace. Between rounds the model has read all `known` tokens
+    t_0 … t_n of a row but t_n.
 
-    `states` [1, S, D] are the model's hidden states of the tokens it has read. One cache holds the model's L
-    layers and the MTP layers behind them. Layer k's row i uses token i + k, so its last k − 1 rows of a round
-    rest on drafts: every round runs the last rows anew, far enough back for the deepest layer.
+    `tokens` [B, S]; `states` [B, S, D] are the model's hidden states of the tokens that it has read. One cache holds
+    the model's L layers and the MTP layers behind them. Layer k's row i uses token i + k, so its last k − 1 rows of a
+    round rest on drafts: every round runs the last rows anew, far enough back for the deepest layer.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: moe.Transformer, mtp: MTP, prompt: list[int], capacity: int, n_draft: int,
-                 sampling: Sampling, key: int = 0):
-        """Reads the prompt and samples one token after it. capacity: longest window, drafts included."""
+    def __init__(self, model: moe.Transformer, mtp: MTP, prompts: Sequence[list[int]], capacity: int, n_draft: int,
+                 sampling: Sampling, keys: Sequence[int]):
+        """Reads the prompts and samples one token after each. capacity: longest window; keys: of the rows' draws."""
         if not 0 <= n_draft <= len(mtp.layers):
             raise ValueError(f"n_draft = {n_draft} must be between 0 and the {len(mtp.layers)} MTP layers")
-        weight = model.embed_tokens.weight
-        self.model, self.layers, self.sampling, self.key = model, mtp.layers[:n_draft], sampling, key
-        self.ids = list(_checked(prompt, model.config.vocab_size))
-        self.cache = _make_cache(model, 1, capacity, n_draft)
-        self.states = weight.new_zeros(1, capacity, model.config.dim)
-        self.drafted = 0  # rows that the MTP layers have run
-        p = self._distribution(self._read(self.ids, 0)[-1:])
-        self.ids.append(int(draw(p, self._uniforms(1)[0])))
+        weight, n = model.embed_tokens.weight, len(prompts)
+        self.model, self.layers, self.sampling = model, mtp.layers[:n_draft], sampling
+        self.keys = torch.tensor(list(keys), device=weight.device)
+        self.cache = _make_cache(model, n, capacity, n_draft)
+        self.states = weight.new_zeros(n, capacity, model.config.dim)
+        self.tokens = torch.zeros(n, capacity + n_draft, dtype=torch.long, device=weight.device)
+        for row, ids in enumerate(prompts):
+            self.tokens[row, :len(ids)] = torch.tensor(_checked(ids, model.config.vocab_size))
+        self.known = torch.tensor([len(ids) for ids in prompts], device=weight.device)
+        self.drafted = torch.zeros_like(self.known)  # rows that the MTP layers have run
+        rows = torch.arange(n, device=weight.device)
+        hidden = self._read(rows, self.drafted, self.known - 1)[:, -1]
+        self.tokens[rows, self.known] = draw(self._distribution(hidden), self._uniforms(rows, 1)[0, :, 0])
+        self.known = self.known + 1
 
-    def _uniforms(self, n: int) -> Tensor:
-        """[3, n], for the next n positions: to choose a token that is no draft, to draft, to accept. A number
+    def _uniforms(self, rows: Tensor, n: int) -> Tensor:
+        """[3, b, n], for the next n positions: to choose a token that is no draft, to draft, to accept. A number
         decides about its own position alone: drafting a position twice, after a rejection before it, is harmless."""
-        at = torch.arange(len(self.ids), len(self.ids) + n, device=self.states.device)
-        return uniforms(4 * self.key + torch.arange(3, device=at.device).unsqueeze(1), at)
+        at = self.known[rows].unsqueeze(1) + torch.arange(n, device=rows.device)
+        return uniforms(4 * self.keys[rows].unsqueeze(1) + torch.arange(3, device=rows.device).view(3, 1, 1), at)
 
     def _distribution(self, hidden: Tensor) -> Tensor:
         return self.sampling.logp(self.model.lm_head(hidden)).double().exp()
 
-    def _read(self, ids: list[int], start: int) -> Tensor:
-        """The model on tokens at positions start, start + 1, …; keeps and returns their states [n, D]."""
-        positions = torch.arange(start, start + len(ids), device=self.states.device)[None]
-        tokens = torch.tensor([ids], device=self.states.device)
-        hidden = self.model(tokens, self.model.context(positions, cache=self.cache))  # [1, n, D]
-        self.states[:, start:start + len(ids)] = hidden
-        return hidden[0]
+    def _context(self, rows: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, moe.Context]:
+        """Positions [b, T] from `first` to `last` [b], the last repeated where a row is shorter; and their context."""
+        steps = torch.arange(int((last - first).max()) + 1, device=rows.device)
+        positions = torch.minimum(first.unsqueeze(1) + steps, last.unsqueeze(1))
+        every = len(rows) == len(self.known)
+        return positions, self.model.context(positions, cache=self.cache, rows=None if every else rows)
 
-    def draft(self) -> tuple[list[int], Tensor]:
-        """Tokens t_{n+1} … drawn layer by layer, and the distributions q [n_draft, V] they were drawn from."""
-        n = len(self.ids) - 1
-        start = max(self.drafted - (len(self.layers) - 1), 0)
-        positions = torch.arange(start, n, device=self.states.device)[None]
-        ctx = self.model.context(positions, cache=self.cache)
-        hidden, ids, q = self.states[:, start:n], list(self.ids), []
-        u = self._uniforms(len(self.layers))[1]
+    def _read(self, rows: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """The model on tokens at positions first … last [b]; keeps and returns their states [b, T, D]."""
+        positions, ctx = self._context(rows, first, last)
+        at = rows.unsqueeze(1), positions
+        self.states[at] = hidden = self.model(self.tokens[at], ctx)
+        return hidden
+
+    def draft(self, rows: Tensor) -> Tensor:
+        """Puts t_{n+1} … behind the known tokens, drawn layer by layer from the distributions q that it returns,
+        [b, n_draft, V]."""
+        n = self.known[rows] - 1
+        first = (self.drafted[rows] - (len(self.layers) - 1)).clamp(min=0)
+        positions, ctx = self._context(rows, first, n - 1)
+        at, u, q = rows.unsqueeze(1), self._uniforms(rows, len(self.layers))[1], []
+        hidden = self.states[at, positions]
         for k, layer in enumerate(self.layers, 1):
             # row i sees token i + k
-            shifted = torch.tensor([ids[start + k:n + k]], device=self.states.device)
-            hidden = layer(hidden, self.model.embed_tokens(shifted), ctx)  # [1, n − start, D]
-            q.append(self._distribution(hidden[0, -1:]))
-            ids.append(int(draw(q[-1], u[k - 1:k])))  # row n − 1 of layer k: t_{n+k}
-        self.drafted = n
-        return ids[n + 1:], torch.cat(q)
+            hidden = layer(hidden, self.model.embed_tokens(self.tokens[at, positions + k]), ctx)  # [b, T, D]
+            q.append(self._distribution(hidden[:, -1]))
+            self.tokens[rows, n + k] = draw(q[-1], u[:, k - 1])  # row n − 1 of layer k: t_{n+k}
+        self.drafted[rows] = n
+        return torch.stack(q, 1)
 
     @torch.inference_mode()
-    def round(self, limit: int) -> tuple[list[int], int, int]:
-        """Draft, read [t_n, drafts] in one pass, keep what the rule allows, at most `limit` ≥ 1 tokens.
+    def round(self, rows: Tensor, limit: Tensor) -> tuple[list[list[int]], Tensor, Tensor]:
+        """Draft, read [t_n, drafts] in one pass, keep what the rule allows, at most `limit` ≥ 1 [b] tokens a row.
 
-        Returns (new tokens, accepted drafts, judged drafts).
+        Returns (new tokens, accepted drafts [b], judged drafts [b]).
         """
-        n, k = len(self.ids) - 1, min(len(self.layers), limit - 1)  # the last token needs no draft
-        drafts, q = self.draft() if k else ([], torch.empty(0))
-        drafts = drafts[:k]
-        p = self._distribution(self._read([self.ids[-1], *drafts], n))  # [k + 1, V] for n + 1, n + 2, …
-        u = self._uniforms(k + 1)
-        accepted, following = verify(p, q, torch.tensor(drafts), u[2], u[0])
-        new = [*drafts[:accepted], following]
+        n, judged = self.known[rows] - 1, (limit - 1).clamp(max=len(self.layers))  # the last token needs no draft
+        k = int(judged.max())
+        q = self.draft(rows)[:, :k] if k else self.states.new_empty(len(rows), 0, self.model.config.vocab_size)
+        ahead = n.unsqueeze(1) + 1 + torch.arange(k + 1, device=rows.device)
+        p = self._distribution(self._read(rows, n, n + judged))  # [b, k + 1, V] for n + 1, n + 2, …
+        choose, _, accept = self._uniforms(rows, k + 1)
+        drafts = self.tokens[rows.unsqueeze(1), ahead[:, :k]]
+        accepted, following = verify(p, q, drafts, judged, accept[:, :k], choose)
         # What rejected drafts left in cache and states lies beyond these tokens and will be written over.
-        self.ids += new
-        return new, accepted, k
+        self.tokens[rows, n + 1 + accepted] = following
+        self.known[rows] = n + 2 + accepted
+        new = self.tokens[rows.unsqueeze(1), ahead].tolist()
+        return [ids[:a + 1] for ids, a in zip(new, accepted.tolist())], accepted, judged
 
 
-def speculative(model: moe.Transformer, mtp: MTP, prompt: list[int], max_new: int, n_draft: int | None = None,
-                *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, stop: int = -1,
-                key: int = 0) -> tuple[list[int], dict[str, float]]:
-    """Decode one prompt with n_draft drafts a round, one from each of the first MTP layers (default: of all).
+def speculative(model: moe.Transformer, mtp: MTP, prompts: Sequence[list[int]], max_new: int | Sequence[int],
+                n_draft: int | None = None, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+                stop: int = -1, keys: Sequence[int] | None = None) -> tuple[list[list[int]], dict[str, float]]:
+    """Decode prompts with n_draft drafts a round, one from each of the first MTP layers (default: of all).
 
-    Greedy output equals plain decoding; sampled output has its distribution (T3). The stop id, if sampled, is
-    the last token. Stats: acceptance (share of drafts kept), tokens_per_forward (of the model, the prompt's
-    pass included), rounds.
+    Greedy output equals plain decoding; sampled output has its distribution (T3). A row keeps as many drafts as the
+    rule allows it, whatever the others keep, and leaves the batch when it is done. max_new, stop, keys: as in
+    `generate`. Stats: acceptance (share of drafts kept), tokens_per_forward (of the model and a row, the prompt's
+    pass included), rounds (of all rows).
     """
-    if max_new < 1:
-        raise ValueError(f"max_new = {max_new}: ask for at least one token")
+    room = [max_new] * len(prompts) if isinstance(max_new, int) else list(max_new)
+    if min(room, default=1) < 1:
+        raise ValueError(f"max_new = {min(room)}: ask for at least one token")
     n_draft = len(mtp.layers) if n_draft is None else n_draft
-    sampling = Sampling(temperature, top_k, top_p)
-    s = Speculation(model, mtp, prompt, len(prompt) + max_new, n_draft, sampling, key)
-    out, drafted, kept, rounds = s.ids[-1:], 0, 0, 0
-    while len(out) < max_new and out[-1] != stop:
-        new, accepted, judged = s.round(max_new - len(out))
-        new = new[:new.index(stop) + 1] if stop in new else new  # what follows a stop is not said
-        out, drafted, kept, rounds = out + new, drafted + judged, kept + accepted, rounds + 1
-    return out, dict(acceptance=kept / max(drafted, 1), tokens_per_forward=len(out) / (rounds + 1),
+    longest = max((len(p) + n for p, n in zip(prompts, room, strict=True)), default=0)
+    s = Speculation(model, mtp, prompts, longest, n_draft, Sampling(temperature, top_k, top_p),
+                    range(len(prompts)) if keys is None else keys)
+    out, drafted, kept, rounds = [[int(t[n - 1])] for t, n in zip(s.tokens, s.known)], 0, 0, 0
+    while rows := [row for row, ids in enumerate(out) if len(ids) < room[row] and ids[-1] != stop]:
+        left = torch.tensor([room[row] - len(out[row]) for row in rows], device=s.known.device)
+        news, accepted, judged = s.round(torch.tensor(rows, device=left.device), left)
+        for row, new in zip(rows, news):
+            out[row] += new[:new.index(stop) + 1] if stop in new else new  # what follows a stop is not said
+        drafted, kept, rounds = drafted + int(judged.sum()), kept + int(accepted.sum()), rounds + len(rows)
+    forwards = rounds + len(prompts)
+    return out, dict(acceptance=kept / max(drafted, 1), tokens_per_forward=sum(map(len, out)) / max(forwards, 1),
                      rounds=rounds)
 
 
@@ -682,10 +706,8 @@ def main() -> None:
     model.eval()
     plain = generate(model, prompts, 32)
     for temperature in (0.0, 1.0):
-        runs = [speculative(model, layers, p, 32, temperature=temperature, key=i)
-                for i, p in enumerate(prompts)]
-        mean = {k: sum(stats[k] for _, stats in runs) / len(runs) for k in runs[0][1]}
-        equal = sum(p == out for p, (out, _) in zip(plain, runs))
+        out, mean = speculative(model, layers, prompts, 32, temperature=temperature)
+        equal = sum(map(list.__eq__, plain, out))
         same = "" if temperature else f", {equal} of 6 equal plain decoding"
         print(f"  temperature {temperature}: {mean['acceptance']:.3f} accepted, "
               f"{mean['tokens_per_forward']:.2f} tokens per forward pass{same}")
@@ -795,20 +817,20 @@ def _bench_mixed(model: moe.Transformer, prompts: list[list[int]], lengths: list
     return _best({"slots reused": reuse, "batch by batch": batches}, rounds=2)
 
 
-def _bench_drafts(model: moe.Transformer, layers: MTP, prompts: list[list[int]], new: int,
+def _bench_drafts(model: moe.Transformer, layers: MTP, batches: list[list[list[int]]], new: int,
                   temperature: float) -> tuple[dict[str, float], float]:
-    """Batch 1: tokens per second with and without drafts, and the share of drafts that were kept."""
-    kept = []
+    """Tokens per second with and without drafts, and the share of drafts that were kept."""
+    kept, tokens = [], new * sum(map(len, batches))
 
     def drafts() -> int:
-        for i, p in enumerate(prompts):
-            kept.append(speculative(model, layers, p, new, temperature=temperature, key=i)[1]["acceptance"])
-        return len(prompts) * new
+        for batch in batches:
+            kept.append(speculative(model, layers, batch, new, temperature=temperature)[1]["acceptance"])
+        return tokens
 
     def plain() -> int:
-        for i, p in enumerate(prompts):
-            generate(model, [p], new, temperature=temperature, keys=[i])
-        return len(prompts) * new
+        for batch in batches:
+            generate(model, batch, new, temperature=temperature)
+        return tokens
 
     return _best({"drafts": drafts, "plain": plain}), sum(kept) / len(kept)
 
@@ -854,12 +876,15 @@ def bench() -> dict[str, float | None]:
     u = torch.rand(len(prompts), generator=torch.Generator().manual_seed(0))
     batch = _bench_batch(model, prompts[:64], 192)
     mixed = _bench_mixed(model, prompts, (8 + 184 * u ** 3).long().tolist())
-    greedy, acceptance = _bench_drafts(model, layers, prompts[:8], 64, 0.0)
-    sampled, acceptance_sampled = _bench_drafts(model, layers, prompts[:8], 64, 1.0)
+    single = [[p] for p in prompts[:8]]
+    greedy, acceptance = _bench_drafts(model, layers, single, 64, 0.0)
+    sampled, acceptance_sampled = _bench_drafts(model, layers, single, 64, 1.0)
+    eight, acceptance_eight = _bench_drafts(model, layers, [prompts[:8], prompts[8:16]], 64, 0.0)
     for title, speeds in (("64 rows of 32 + 192 tokens, sampled", batch),
                           (f"{len(prompts)} requests, 8 to 192 tokens, sampled", mixed),
                           (f"one row of 64 tokens, greedy ({acceptance:.3f} accepted)", greedy),
-                          (f"one row of 64 tokens, sampled ({acceptance_sampled:.3f} accepted)", sampled)):
+                          (f"one row of 64 tokens, sampled ({acceptance_sampled:.3f} accepted)", sampled),
+                          (f"eight rows of 64 tokens, greedy ({acceptance_eight:.3f} accepted)", eight)):
         print(f"{title}: " + ", ".join(f"{name} {speed:,.0f} tokens/s" for name, speed in speeds.items()))
     _bench_step(model, 64, 128)
     hf = max((v for k, v in batch.items() if k.startswith("transformers")), default=None)
@@ -868,7 +893,8 @@ def bench() -> dict[str, float | None]:
             "speculative_speedup": round(greedy["drafts"] / greedy["plain"], 2),
             "acceptance": round(acceptance, 3),
             "speculative_speedup_sampled": round(sampled["drafts"] / sampled["plain"], 2),
-            "acceptance_sampled": round(acceptance_sampled, 3)}
+            "acceptance_sampled": round(acceptance_sampled, 3),
+            "speculative_speedup_8_rows": round(eight["drafts"] / eight["plain"], 2)}
 
 
 if __name__ == "__main__":

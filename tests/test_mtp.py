@@ -1,7 +1,7 @@
 """mtp.py: which row learns what, what stays frozen, drafts that change nothing, an engine that keeps its rows apart."""
 import copy
 import dataclasses
-import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -187,16 +187,17 @@ def grid(n: int) -> torch.Tensor:
     return (torch.arange(n, dtype=torch.float64) + 0.5) / n
 
 
-def resample_from_p(p, q, drafts, u, u_next):
+def resample_from_p(p, q, drafts, judged, u, u_next):
     """Wrong rule 1: after a rejection sample from p, not from the rest."""
-    accepted, following = REAL(p, q, drafts, u, u_next)
-    n = len(drafts)
-    return accepted, following if accepted == n else int(mtp.draw(p[accepted:accepted + 1], u_next[accepted:accepted + 1]))
+    accepted, following = REAL(p, q, drafts, judged, u, u_next)
+    at = torch.arange(len(p)), accepted
+    return accepted, torch.where(accepted == judged, following, mtp.draw(p[at], u_next[at]))
 
 
-def keep_everything(p, q, drafts, u, u_next):
+def keep_everything(p, q, drafts, judged, u, u_next):
     """Wrong rule 2: drafts are never judged."""
-    return len(drafts), int(mtp.draw(p[-1:], u_next[-1:]))
+    at = torch.arange(len(p)), judged
+    return judged, mtp.draw(p[at], u_next[at])
 
 
 REAL = mtp.verify
@@ -204,11 +205,28 @@ REAL = mtp.verify
 
 def emitted(rule, draws_from: torch.Tensor = Q, claimed: torch.Tensor = Q) -> torch.Tensor:
     """Exact distribution of the first token out: drafts from one distribution, judged as if from `claimed`."""
-    out, p = torch.zeros(3, dtype=torch.float64), torch.stack((P, P))
-    for d, u, v in itertools.product(range(3), grid(10), grid(70)):  # every threshold lies between two points
-        accepted, following = rule(p, claimed[None], torch.tensor([d]), u[None], torch.stack((v, v)))
-        out[d if accepted else following] += draws_from[d] / 700
-    return out
+    d, u, v = torch.cartesian_prod(torch.arange(3).double(), grid(10), grid(70)).unbind(1)
+    d = d.long()
+    p, q, one = P.expand(2100, 2, 3), claimed.expand(2100, 1, 3), torch.ones(2100, dtype=torch.long)
+    # every threshold lies between two points
+    accepted, following = rule(p, q, d[:, None], one, u[:, None], torch.stack((v, v), 1))
+    return torch.zeros(3).double().scatter_add(0, torch.where(accepted == 1, d, following), draws_from[d] / 700)
+
+
+def test_rows_are_judged_by_themselves_and_no_further_than_asked() -> None:
+    g, n = torch.Generator().manual_seed(0), 200
+    p, q = (torch.rand(n, k, 5, generator=g, dtype=torch.float64).softmax(-1) for k in (4, 3))
+    p[::7, :3] = q[::7]  # equal but for nothing: all drafts are kept
+    drafts, judged = torch.randint(0, 5, (n, 3), generator=g), torch.randint(0, 4, (n,), generator=g)
+    u, v = (torch.rand(n, k, generator=g, dtype=torch.float64) for k in (3, 4))
+    together = mtp.verify(p, q, drafts, judged, u, v)
+    for r, (accepted, following) in enumerate(zip(*together)):
+        i, k = 0, int(judged[r])  # one by one, as the paper writes it
+        while i < k and u[r, i] < p[r, i, drafts[r, i]] / q[r, i, drafts[r, i]]:
+            i += 1
+        rest = p[r, i] if i == k else (p[r, i] - q[r, i]).clamp(min=0)
+        assert (accepted, following) == (i, mtp.draw(rest[None], v[r, i:i + 1]))
+    assert (together[0] < judged).sum() > 20 and (together[0] == judged)[::7].all()
 
 
 def test_the_output_is_distributed_as_the_model_and_wrong_rules_are_not() -> None:
@@ -230,12 +248,28 @@ def test_greedy_speculation_is_plain_decoding(depth: int) -> None:
     prompts = [prompt(seed) for seed in range(24 // depth)]
     plain = mtp.generate(model, prompts, 20)
     for seed, (ids, want) in enumerate(zip(prompts, plain)):
-        out, stats = mtp.speculative(model, layers, ids, 20)
+        (out,), stats = mtp.speculative(model, layers, [ids], 20)
         assert out == want and stats["tokens_per_forward"] >= 1.0
         stop = want[seed % 7]  # somewhere, in the middle of a draft too
-        assert mtp.speculative(model, layers, ids, 20, stop=stop)[0] == mtp.generate(model, [ids], 20, stop=stop)[0]
+        assert mtp.speculative(model, layers, [ids], 20, stop=stop)[0] == mtp.generate(model, [ids], 20, stop=stop)
         length = 1 + seed % 6
-        assert mtp.speculative(model, layers, ids, length, n_draft=seed % (depth + 1))[0] == want[:length]
+        assert mtp.speculative(model, layers, [ids], length, n_draft=seed % (depth + 1))[0] == [want[:length]]
+
+
+@pytest.mark.parametrize("depth", (0, 1, 3))
+@pytest.mark.parametrize("settings", (dict(), dict(temperature=0.9, top_p=0.9)), ids=("greedy", "sampled"))
+def test_rows_of_a_batch_keep_their_own_pace(depth: int, settings: dict) -> None:
+    """Ragged prompts, room and stops: each row says what it says alone, whoever accepts more or ends sooner."""
+    model, layers = build(max(depth, 1))
+    prompts, room = [prompt(seed) for seed in range(13)], [1 + 5 * seed % 17 for seed in range(13)]
+    options = dict(n_draft=depth, stop=3, **settings)
+    together, stats = mtp.speculative(model, layers, prompts, room, **options)
+    alone = [mtp.speculative(model, layers, [p], n, keys=[key], **options)
+             for key, (p, n) in enumerate(zip(prompts, room))]
+    assert together == [out for (out,), _ in alone] and stats["rounds"] == sum(one["rounds"] for _, one in alone)
+    assert len({len(out) for out in together}) > 4 and any(len(out) < n for out, n in zip(together, room))
+    if not settings:
+        assert together == mtp.generate(model, prompts, room, stop=3)
 
 
 def test_perfect_drafts_give_a_token_per_layer_and_one() -> None:
@@ -243,39 +277,38 @@ def test_perfect_drafts_give_a_token_per_layer_and_one() -> None:
     model, layers = build(3)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    out, stats = mtp.speculative(model, layers, [1, 2], 41)
+    (out,), stats = mtp.speculative(model, layers, [[1, 2]], 41)
     assert out == [0] * 41 and stats["acceptance"] == 1.0 and stats["rounds"] == 10
-    assert mtp.speculative(model, layers, [1, 2], 41, stop=0)[0] == [0]
-    assert mtp.speculative(model, layers, [1, 2], 3)[0] == [0, 0, 0]
+    assert mtp.speculative(model, layers, [[1, 2]], 41, stop=0)[0] == [[0]]
+    assert mtp.speculative(model, layers, [[1, 2]], 3)[0] == [[0, 0, 0]]
 
 
 def test_caches_and_states_equal_a_fresh_prefill_in_every_round() -> None:
-    """Model and all MTP layers, entries that rested on refused drafts included."""
+    """Of every row, of the model and all MTP layers, entries that rested on refused drafts included."""
     model, layers = build(3)
     with torch.inference_mode():
-        s = mtp.Speculation(model, layers, [3, 1, 4], 40, 3, mtp.Sampling(), key=2)
+        s = mtp.Speculation(model, layers, [[3, 1, 4], [1, 5, 9, 2, 6], [5]], 50, 3, mtp.Sampling(), (2, 3, 4))
         refused = 0
-        while len(s.ids) < 30:
-            drafts, _ = s.draft()
-            n, ids = len(s.ids) - 1, s.ids + drafts
-            cache = moe.Cache(C, 1, 40, C.n_layers + 3, torch.float64)
-            ctx = model.context(torch.arange(n)[None], cache=cache)
-            hidden = model(torch.tensor([ids[:n]]), ctx)
-            assert torch.allclose(s.states[:, :n], hidden, atol=1e-6)
-            for k, layer in enumerate(layers.layers, 1):
-                hidden = layer(hidden, model.embed_tokens(torch.tensor([ids[k:n + k]])), ctx)
-            assert torch.allclose(s.cache.kv[:, :, :n], cache.kv[:, :, :n], atol=1e-6)  # routers work in float32
-            _, accepted, judged = s.round(10)
-            refused += accepted < judged
-        assert refused > 3
+        for at in range(12):
+            rows = torch.tensor([0, 2]) if at % 3 == 1 else torch.arange(3)
+            s.draft(rows)
+            for row in rows.tolist():
+                n = int(s.known[row]) - 1
+                cache, ids = moe.Cache(C, 1, 50, C.n_layers + 3, torch.float64), s.tokens[row:row + 1]
+                ctx = model.context(torch.arange(n)[None], cache=cache)
+                hidden = model(ids[:, :n], ctx)
+                assert torch.allclose(s.states[row, :n], hidden[0], atol=1e-12)
+                for k, layer in enumerate(layers.layers, 1):
+                    hidden = layer(hidden, model.embed_tokens(ids[:, k:n + k]), ctx)
+                assert torch.allclose(s.cache.kv[:, row, :n], cache.kv[:, 0, :n], atol=1e-12)
+            _, accepted, judged = s.round(rows, torch.full((len(rows),), 10))
+            refused += int((accepted < judged).sum())
+        assert refused > 9 and len(set(s.known.tolist())) > 1
 
 
 def outcomes(model, layers, ids, keys: int, **settings) -> dict[tuple, float]:
-    counts: dict[tuple, float] = {}
-    for key in range(keys):
-        out = tuple(mtp.speculative(model, layers, ids, 4, key=key, **settings)[0])
-        counts[out] = counts.get(out, 0.0) + 1 / keys
-    return counts
+    said, _ = mtp.speculative(model, layers, [ids] * keys, 4, keys=range(keys), **settings)
+    return {out: n / keys for out, n in Counter(map(tuple, said)).items()}
 
 
 def exact(model, ids, length: int, sampling: mtp.Sampling) -> dict[tuple, float]:
@@ -294,7 +327,7 @@ def test_sampled_speculation_follows_the_model_and_wrong_rules_do_not(monkeypatc
     model, layers = moe.Transformer(c), mtp.MTP(c, 2)
     model.reset_parameters(9)
     layers.reset_parameters(109)
-    model, layers, ids, n = model.double().eval(), layers.double().eval(), [3, 1, 4], 150
+    model, layers, ids, n = model.double().eval(), layers.double().eval(), [3, 1, 4], 2000
 
     def far(**settings) -> tuple[float, float]:
         """Distance of n speculative samples from the model's distribution; the largest of 50 draws of n from it."""
@@ -320,12 +353,12 @@ def test_sampled_speculation_follows_the_model_and_wrong_rules_do_not(monkeypatc
 DRAFT = mtp.Speculation.draft
 
 
-def greedy_draft(self):
+def greedy_draft(self, rows):
     """Wrong rule 3: drafts are the most likely tokens, judged as if drawn from the softmax."""
     real = mtp.draw
     mtp.draw = lambda q, u: q.argmax(-1)
     try:
-        return DRAFT(self)
+        return DRAFT(self, rows)
     finally:
         mtp.draw = real
 
@@ -525,14 +558,14 @@ def test_refusals() -> None:
     for settings, match in ((dict(temperature=-1), "temperature = -1"), (dict(temperature=float("nan")), "temperature"),
                             (dict(top_p=0.0), "top_p = 0.0"), (dict(top_p=1.1), "top_p = 1.1"), (dict(top_k=-1), "top_k")):
         for make in (lambda **s: mtp.Engine(model, 1, 8, 0, **s), lambda **s: mtp.generate(model, [[1]], 5, **s),
-                     lambda **s: mtp.speculative(model, layers, [1], 5, **s)):
+                     lambda **s: mtp.speculative(model, layers, [[1]], 5, **s)):
             with pytest.raises(ValueError, match=match):
                 make(**settings)
-    for call, match in ((lambda: mtp.speculative(model, layers, [], 5), "empty prompt"),
+    for call, match in ((lambda: mtp.speculative(model, layers, [[1], []], 5), "empty prompt"),
                         (lambda: mtp.generate(model, [[1], []], 5), "empty prompt"),
-                        (lambda: mtp.speculative(model, layers, [12], 5), "vocabulary"),
-                        (lambda: mtp.speculative(model, layers, [1], 5, n_draft=2), "between 0 and the 1"),
-                        (lambda: mtp.speculative(model, layers, [1], 0), "at least one token"),
+                        (lambda: mtp.speculative(model, layers, [[12]], 5), "vocabulary"),
+                        (lambda: mtp.speculative(model, layers, [[1]], 5, n_draft=2), "between 0 and the 1"),
+                        (lambda: mtp.speculative(model, layers, [[1]], 0), "at least one token"),
                         (lambda: mtp.generate(model, [[1] * 300], 5), "exceed the context of 256"),
                         (lambda: mtp.Engine(model, 1, 257, 0), "exceed the context of 256"),
                         (lambda: mtp.MTP(C, 0), "at least one layer")):
