@@ -405,7 +405,7 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float = 1.0, normalise: b
         raise ValueError(f"k = {k} must be between 1 and the {logits.shape[1]} experts")
     if choose(logits, backend) == "triton" and len(logits):
         return _Route.apply(logits, bias, k, scale, normalise)
-    scores = torch.sigmoid(_wide(logits))
+    scores = torch.sigmoid(wide(logits))
     ids = _top_k(scores.detach() + bias, k)
     weights = scores.gather(1, ids)
     if normalise:
@@ -547,10 +547,10 @@ def combine(y: Tensor, inverse: Tensor, weights: Tensor | None, k: int, backend:
         weights = None if weights is None else weights.contiguous()
         combine_kernel[(T, triton.cdiv(D, 1024))](y, inverse, weights, out, D, y.stride(0), k, BLOCK_D=1024)
         return out
-    wide = _wide(y)
-    weights = None if weights is None else weights.to(wide.dtype)
+    table = wide(y)
+    weights = None if weights is None else weights.to(table.dtype)
     # embedding_bag gathers, weighs and adds in one pass: 5 to 10 times faster on a CPU than indexing, multiplying and summing
-    return F.embedding_bag(inverse.view(T, k), wide, mode="sum", per_sample_weights=weights).to(y.dtype)
+    return F.embedding_bag(inverse.view(T, k), table, mode="sum", per_sample_weights=weights).to(y.dtype)
 
 
 @jit
@@ -569,7 +569,8 @@ def combine_kernel(y_ptr, inverse_ptr, weights_ptr, out_ptr, D, stride_y, k, BLO
 # ------------------------------------------------------------------------------------ Figure 10, box by box, in torch
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -599,7 +600,7 @@ class TorchStages:
     def fprop_up(self, x: Tensor, rows: Tensor | None, w_gate_up: Tensor, p: Plan) -> tuple[Tensor, Tensor]:
         """Gate and up projections [S, 2I] and h = silu(gate) · up [S, I]."""
         pre = grouped_mm(self.forward(x), rows, self.forward(w_gate_up), p).to(x.dtype)
-        gate, up = _wide(pre).chunk(2, dim=1)
+        gate, up = wide(pre).chunk(2, dim=1)
         return pre, F.silu(gate).mul_(up).to(x.dtype)
 
     def fprop_down(self, h: Tensor, w_down: Tensor, p: Plan) -> Tensor:
@@ -612,8 +613,8 @@ class TorchStages:
                    ) -> tuple[Tensor, Tensor, Tensor]:
         """Back through w_down and SwiGLU: d pre [S, 2I], gates · h [S, I] (what wgrad needs of h), d gates [S]."""
         w = self.backward(w_down.transpose(1, 2))
-        dh = _wide(grouped_mm(self.backward(dy), rows, w, p))                            # [S, I], not yet times the gate
-        gate, up = _wide(pre).chunk(2, dim=1)
+        dh = wide(grouped_mm(self.backward(dy), rows, w, p))                            # [S, I], not yet times the gate
+        gate, up = wide(pre).chunk(2, dim=1)
         act = F.silu(gate)
         h = act * up
         d_gates = torch.linalg.vecdot(dh, h)

@@ -375,8 +375,7 @@ class MoE(nn.Module):
     def route(self, flat: Tensor, ctx: Context, moe_layer: int) -> tuple[Tensor, Tensor]:
         """Expert ids [N, K] and gates [N, K] of tokens [N, D], the ids replayed where `ctx` says so."""
         c, gate = self.c, self.gate
-        kind = torch.promote_types(flat.dtype, torch.float32)            # fp32 at least, in every model
-        logits = F.linear(flat.to(kind), gate.weight.to(kind))
+        logits = F.linear(kernels.wide(flat), kernels.wide(gate.weight))  # fp32 at least, in every model
         ids, weights, scores = kernels.route(logits, gate.e_score_correction_bias, c.n_experts_per_tok,
                                              c.route_scale)
         if ctx.replay is None:

@@ -259,6 +259,12 @@ def _make_cache(model: moe.Transformer, rows: int, capacity: int, extra_layers: 
     return moe.Cache(c, rows, capacity, c.n_layers + extra_layers, weight.dtype, weight.device)
 
 
+def _spans(first: Tensor, last: Tensor) -> Tensor:
+    """Positions [n, T] from `first` to `last` [n], in the shorter rows the last again and again: harmless padding."""
+    steps = torch.arange(int((last - first).max()) + 1, device=first.device)
+    return torch.minimum(first.unsqueeze(1) + steps, last.unsqueeze(1))
+
+
 # ------------------------------------------------------------------------------------------------- the engine
 
 
@@ -350,9 +356,7 @@ class Engine:
         """Read up to `chunk` unread tokens of each row; rows that have then read everything sample a token."""
         start, last = self.cached[rows], self.known[rows] - 1
         end = torch.minimum(last, start + self.chunk - 1)  # [n] last position of this pass
-        steps = torch.arange(int((end - start).max()) + 1, device=rows.device)
-        positions = torch.minimum(start.unsqueeze(1) + steps, end.unsqueeze(1))  # padding repeats the last
-        hidden = self._read(None if len(rows) == len(self.known) else rows, positions)
+        hidden = self._read(None if len(rows) == len(self.known) else rows, _spans(start, end))
         self._mark_read(rows, start, end + 1)
         complete = end == last
         return self._sample(rows[complete], hidden[complete])
@@ -457,9 +461,8 @@ def generate(model: moe.Transformer, prompts: Sequence[list[int]], max_new: int 
     room = torch.as_tensor(max_new, device=device).expand(len(prompts))
     keys = torch.tensor(list(keys) if keys is not None else range(len(prompts)), device=device)
     cache = _make_cache(model, len(prompts), int((lengths + room).max()))
-    width = int(lengths.max())
-    tokens = torch.tensor([p + p[-1:] * (width - len(p)) for p in prompts], device=device)  # [B, T]
-    positions = torch.minimum(torch.arange(width, device=device), lengths.unsqueeze(1) - 1)
+    positions = _spans(torch.zeros_like(lengths), lengths - 1)  # [B, T]
+    tokens = torch.tensor([p + p[-1:] * (positions.shape[1] - len(p)) for p in prompts], device=device)
     out, at, done = [[] for _ in prompts], lengths, room < 1
     while not done.all():
         hidden = model(tokens, model.context(positions, cache=cache))[:, -1]
@@ -535,10 +538,8 @@ class Speculation:
         return self.sampling.logp(self.model.lm_head(hidden)).double().exp()
 
     def _context(self, rows: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, moe.Context]:
-        """Positions [b, T] from `first` to `last` [b], the last repeated where a row is shorter; and their context."""
-        steps = torch.arange(int((last - first).max()) + 1, device=rows.device)
-        positions = torch.minimum(first.unsqueeze(1) + steps, last.unsqueeze(1))
-        every = len(rows) == len(self.known)
+        """Positions [b, T] from `first` to `last` [b], and their context."""
+        positions, every = _spans(first, last), len(rows) == len(self.known)
         return positions, self.model.context(positions, cache=self.cache, rows=None if every else rows)
 
     def _read(self, rows: Tensor, first: Tensor, last: Tensor) -> Tensor:

@@ -637,7 +637,7 @@ def save(folder: Path, state: dict, plain: dict, world: World | None) -> Callabl
     if not alone:
         dist.barrier(group)
     writing = dcp.async_save(state, checkpoint_id=part, process_group=group, no_dist=alone)
-    plain = json.dumps(plain)  # a list in it may grow from now on
+    plain = json.loads(json.dumps(plain))  # a copy: a list in it may grow from now on
 
     def finish() -> None:
         try:
@@ -645,12 +645,12 @@ def save(folder: Path, state: dict, plain: dict, world: World | None) -> Callabl
         except CheckpointException as error:  # a BaseException, with all ranks' tracebacks for its text
             at, (cause, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"{folder} could not be written: rank {at}: {cause}; the one before is kept") from cause
-        sums = [mine := {p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")}]
+        mine = {p.name: (p.stat().st_size, crc(p)) for p in part.glob(f"__{rank}_*")}
+        sums = [mine] if alone else [None] * world.size
         if not alone:
-            sums = [None] * world.size
             dist.all_gather_object(sums, mine, group)
         if rank == 0:
-            note = dict(plain=json.loads(plain), ranks=len(sums), files={k: v for s in sums for k, v in s.items()})
+            note = dict(plain=plain, ranks=len(sums), files={k: v for s in sums for k, v in s.items()})
             (part / "COMPLETE").write_text(json.dumps(note))
             shutil.rmtree(folder.with_name(folder.name + ".old"), ignore_errors=True)
             if folder.exists():
@@ -1086,13 +1086,13 @@ def stage_rl(run: Run) -> None:
     def alive() -> None:
         for name, process in enumerate(samplers):
             if process.poll() is not None:
+                log = run.out / f"sampler-{name}.log"
                 deaths[trainer.version] += 1
                 if deaths[trainer.version] > DEATHS:
-                    *_, last = (run.out / f"sampler-{name}.log").read_text().splitlines() or [""]
+                    *_, last = log.read_text().splitlines() or [""]
                     raise RuntimeError(f"samplers ended {deaths[trainer.version]} times within one step, the last with: "
-                                       f"{last} (see {run.out / f'sampler-{name}.log'})")
-                print(f"rl: sampler {name} ended with code {process.returncode} (see "
-                      f"{run.out / f'sampler-{name}.log'}); starting another")
+                                       f"{last} (see {log})")
+                print(f"rl: sampler {name} ended with code {process.returncode} (see {log}); starting another")
                 samplers[name] = start_sampler(run, name)
                 time.sleep(1.0)
 
@@ -1244,7 +1244,7 @@ def report(run: Run) -> dict:
     for stage in (s for s in STAGES if s in times):
         bpb = r.get("heldout_bpb", {}).get(stage)
         print(f"{stage:10} {times[stage]:6.0f}s  {f'{bpb:.3f}' if bpb else ''}")
-    before, after = r.get("before_rl"), r.get("after_rl")
+    before, after, points = r.get("before_rl"), r.get("after_rl"), curve(run.out)
     if before and after:
         k = next(key for key in after if key.startswith("best_of"))
         print(f"\n{'held-out tasks':15} {'mean before':>11} {'after RL':>9}   "
@@ -1261,7 +1261,7 @@ def report(run: Run) -> dict:
         for name, t in r.get("summary_methods", {}).items():  # tokens per rollout, see summarize.usage
             print(f"{name:15} {t['solved']:7.3f} {t['windows']:8.2f} {t['written']:8.1f} {t['read']:7.1f} "
                   f"{t['written'] + t['read']:7.1f} {t['cached']:7.1f}")
-        if len(points := curve(run.out)) > 2:
+        if len(points) > 2:
             print(f"\n{'held-out tasks after step':25} {'mean':>7} {k:>10} {'entropy':>8}")
             for p in points:
                 print(f"{p['version']:25} {p['mean']:7.3f} {p[k]:10.3f} {p['entropy']:8.3f}")
@@ -1272,7 +1272,7 @@ def report(run: Run) -> dict:
     line = dict(wall_s=round(run.state["wall_s"], 1), peak_rss_gb=round(r.get("peak_rss", 0) / 2**30, 3),
                 **{k: r[k] for k in keep if k in r})
     if before and after:
-        line["curve"] = curve(run.out)
+        line["curve"] = points
         line["families"] = {f: dict(before=before["families"][f], after=after["families"][f])
                             for f in after["families"]}
     return line
