@@ -672,7 +672,7 @@ def test_equal_scores_go_to_the_lowest_index() -> None:
     m.gate.weight.data.zero_()
     x = torch.randn(1, 4, 32, dtype=torch.float64)
     ids, w = m.route(x[0], context(x), 0)
-    assert ids.tolist() == [[0, 1, 2]] * 4 and (w - SMALL.route_scale / 3).abs().max() < 1e-15
+    assert ids.tolist() == [[0, 1, 2]] * 4 and (w.double() - SMALL.route_scale / 3).abs().max() < 1e-15
 
 
 def test_the_router_of_a_bf16_model_runs_in_fp32() -> None:
